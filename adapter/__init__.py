@@ -1,0 +1,1 @@
+"""Placeholder until the public names land."""

@@ -1,0 +1,1 @@
+"""Attention implementations, one file each, and the choice among them."""

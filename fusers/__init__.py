@@ -1,0 +1,1 @@
+"""Reads a model's source and says what its attention is given."""
