@@ -31,6 +31,7 @@ class Feature(enum.Flag):
     """the position of the first query is a tensor on the device"""
     BACKWARD = enum.auto()
     SINK_GRADIENT = enum.auto()
+    BIAS_GRADIENT = enum.auto()
 
     def names(self) -> list[str]:
         """The single features that are set, as words."""
@@ -96,8 +97,10 @@ def _features(call: AttentionCall) -> Feature:
     if isinstance(visibility.q_offset, torch.Tensor):
         f |= Feature.DEVICE_OFFSET
     if torch.is_grad_enabled():
-        if any(t is not None and t.requires_grad for t in (call.query, call.key, call.value, call.bias)):
+        if any(t.requires_grad for t in (call.query, call.key, call.value)):
             f |= Feature.BACKWARD
+        if call.bias is not None and call.bias.requires_grad:
+            f |= Feature.BACKWARD | Feature.BIAS_GRADIENT
         if call.sinks is not None and call.sinks.requires_grad:
             f |= Feature.BACKWARD | Feature.SINK_GRADIENT
     return f
