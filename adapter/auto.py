@@ -1,0 +1,154 @@
+"""Drop-ins for transformers' Auto classes: the same loading, then the adapter."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, ClassVar
+
+import transformers
+from torch import nn
+from transformers import PreTrainedModel
+
+from fusers.base import SinkKind
+
+from .adapt import adapt, find_layers
+from .backends import registry
+from .checkpoint import check_checkpoint, check_loading_info
+from .errors import AdaptError
+from .interface import IMPLEMENTATION
+
+
+class _AutoAdapter:
+    """A transformers Auto class whose models come back adapted."""
+
+    auto: ClassVar[Any]
+
+    def __init__(self) -> None:
+        raise OSError(
+            f"{type(self).__name__} is not made by its constructor: use {type(self).__name__}.from_pretrained(...) or .from_config(...)"
+        )
+
+    @classmethod
+    def from_pretrained(
+        cls, path: str, *model_args: Any, backend: str = registry.AUTO, allow_missing_sinks: bool = False, **kwargs: Any
+    ) -> Any:
+        """Load a checkpoint with transformers and adapt the model.
+
+        Args:
+            path: a folder, or the name of a model on a hub.
+            backend: 'auto', or the backend that must run every layer.
+            allow_missing_sinks: accept a checkpoint without the sinks of its model, to train them from scratch.
+            kwargs: everything that transformers' `from_pretrained` takes, handed on unchanged.
+
+        Returns:
+            The adapted model; with `output_loading_info=True` the pair of model and loading info, as transformers gives it.
+
+        Raises:
+            CheckpointError: the checkpoint must not be loaded as it is.
+            SinkholdError: the model has an attention that cannot be run correctly.
+        """
+        _check_implementation(kwargs)
+        if backend != registry.AUTO:
+            registry.get(backend)
+        _check_folder(path, kwargs)
+        wants_info = kwargs.pop("output_loading_info", False)
+        model, info = cls.auto.from_pretrained(path, *model_args, output_loading_info=True, **kwargs)
+        check_loading_info(info, sink_names(model), allow_missing_sinks)
+        adapt(model, backend)
+        return (model, info) if wants_info else model
+
+    @classmethod
+    def from_config(cls, config: Any, *, backend: str = registry.AUTO, **kwargs: Any) -> Any:
+        """Build a model with new weights and adapt it; keywords as in transformers' `from_config`."""
+        _check_implementation(kwargs)
+        model = cls.auto.from_config(config, **kwargs)
+        adapt(model, backend)
+        return model
+
+
+def _check_implementation(kwargs: dict[str, Any]) -> None:
+    wanted = kwargs.get("attn_implementation")
+    if wanted not in (None, IMPLEMENTATION):
+        raise AdaptError(
+            f"attn_implementation={wanted!r} names another attention than the adapter's",
+            why="one of the two would be ignored in silence",
+            fix='leave attn_implementation out and choose with backend="...", or load with transformers itself',
+        )
+
+
+def _check_folder(path: str, kwargs: dict[str, Any]) -> None:
+    folder = Path(path)
+    if folder.is_dir():
+        check_checkpoint(
+            folder,
+            use_safetensors=kwargs.get("use_safetensors"),
+            subfolder=kwargs.get("subfolder") or "",
+            variant=kwargs.get("variant"),
+        )
+
+
+def sink_names(model: nn.Module) -> set[str]:
+    """The names of all per-head sinks among the model's parameters and buffers."""
+    layers = find_layers(model)
+    return {
+        f"{path}.{finding.sink.source}" if path else str(finding.sink.source)
+        for path, finding in layers.items()
+        if finding.sink.kind is not SinkKind.NONE and finding.sink.source
+    }
+
+
+class AutoModel(_AutoAdapter):
+    """`transformers.AutoModel`, adapted."""
+
+    auto = transformers.AutoModel
+
+
+class AutoModelForCausalLM(_AutoAdapter):
+    """`transformers.AutoModelForCausalLM`, adapted."""
+
+    auto = transformers.AutoModelForCausalLM
+
+
+class AutoModelForSeq2SeqLM(_AutoAdapter):
+    """`transformers.AutoModelForSeq2SeqLM`, adapted."""
+
+    auto = transformers.AutoModelForSeq2SeqLM
+
+
+class AutoModelForTokenClassification(_AutoAdapter):
+    """`transformers.AutoModelForTokenClassification`, adapted."""
+
+    auto = transformers.AutoModelForTokenClassification
+
+
+class AutoModelForSequenceClassification(_AutoAdapter):
+    """`transformers.AutoModelForSequenceClassification`, adapted."""
+
+    auto = transformers.AutoModelForSequenceClassification
+
+
+class AutoModelForImageTextToText(_AutoAdapter):
+    """`transformers.AutoModelForImageTextToText`, adapted."""
+
+    auto = transformers.AutoModelForImageTextToText
+
+
+def from_pretrained(path: str, *model_args: Any, **kwargs: Any) -> PreTrainedModel | tuple[PreTrainedModel, dict[str, Any]]:
+    """Load with the Auto class that the checkpoint's own `architectures` entry names, and adapt the model."""
+    config = kwargs.get("config") or transformers.AutoConfig.from_pretrained(path, **_config_keywords(kwargs))
+    architecture = next(iter(getattr(config, "architectures", None) or []), "")
+    for suffix, auto in (
+        ("ForTokenClassification", AutoModelForTokenClassification),
+        ("ForSequenceClassification", AutoModelForSequenceClassification),
+        ("ForImageTextToText", AutoModelForImageTextToText),
+        ("ForConditionalGeneration", AutoModelForImageTextToText),
+        ("Model", AutoModel),
+    ):
+        if architecture.endswith(suffix):
+            return auto.from_pretrained(path, *model_args, **kwargs)  # type: ignore[no-any-return]
+    return AutoModelForCausalLM.from_pretrained(path, *model_args, **kwargs)  # type: ignore[no-any-return]
+
+
+def _config_keywords(kwargs: dict[str, Any]) -> dict[str, Any]:
+    shared = ("cache_dir", "token", "revision", "subfolder", "local_files_only", "trust_remote_code", "force_download")
+    return {k: kwargs[k] for k in shared if k in kwargs}
