@@ -1,0 +1,1 @@
+"""Triton attention with sinks: each kernel beside its launcher, and the operators that torch sees."""

@@ -1,0 +1,282 @@
+"""Attention with sinks over many queries: the forward kernel and its launcher.
+
+The sink is the first column of the online softmax: the running maximum starts at the sink's logit and the running sum at 1, so no
+row is ever empty. Logits are kept in base 2: `scale * log2(e)` is folded into the exponent's multiply-add.
+"""
+
+# mypy: disable-error-code="no-untyped-def"
+
+from __future__ import annotations
+
+import math
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from .extents import query_extents
+from .masking import Masking, bytes_of, origin_stride, sink_strides, strides_of
+from .shapes import ceil_div, halves, on_device_of, rows_ready
+from .tiles import LOG2E, LOWEST, device_origin, interval, load_rows, load_tile, sink_logits, soft_capped, store_tile
+from .tuning import Tile, capability_of, tile_for
+
+
+@triton.jit
+def _attend_tiles(
+    first, low, high,
+    acc0, acc1, largest, total, q0, q1,
+    K, V, stride_k, stride_v,
+    row_low, row_high, row_document, DOCUMENTS, PADDING, dense_rows, stride_dense_c, bias_rows, stride_bias_c,
+    kv_length, scale, softcap,
+    MASKED: tl.constexpr, CLEAN_V: tl.constexpr, CAPPED: tl.constexpr,
+    WIDTH: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr, V_WIDTH: tl.constexpr, V0: tl.constexpr, V1: tl.constexpr,
+    BLOCK_N: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """The online softmax over the tiles from `low` to `high`; `first` keeps their alignment."""
+    for start in tl.range(low, high, BLOCK_N, num_stages=STAGES):
+        k_base = K + tl.cast(start, tl.int64) * stride_k
+        v_base = V + tl.cast(start, tl.int64) * stride_v
+        inner = tl.arange(0, BLOCK_N)
+        left = kv_length - start
+        k0 = load_tile(k_base, inner, stride_k, left, 0, WIDTH, D0, MASKED)
+        logits = tl.dot(q0, tl.trans(k0), input_precision="ieee")
+        if D1 > 0:
+            k1 = load_tile(k_base, inner, stride_k, left, D0, WIDTH, D1, MASKED)
+            logits = tl.dot(q1, tl.trans(k1), logits, input_precision="ieee")
+        factor = scale
+        if CAPPED:
+            logits = soft_capped(logits * scale, softcap) * LOG2E
+            factor = 1.0
+        columns = start + inner
+        if MASKED:
+            if bias_rows is not None:
+                real = (columns < kv_length)[None, :] & (row_high > row_low)[:, None]
+                bias = tl.load(bias_rows[:, None] + (columns * stride_bias_c)[None, :], mask=real, other=0.0)
+                logits = logits * factor + bias.to(tl.float32) * LOG2E
+                factor = 1.0
+            seen = (columns[None, :] >= row_low[:, None]) & (columns[None, :] < row_high[:, None])
+            if DOCUMENTS is not None:
+                document = tl.load(DOCUMENTS + columns, mask=columns < kv_length, other=0)
+                seen = seen & (row_document[:, None] == document[None, :])
+            if PADDING is not None:
+                seen = seen & (tl.load(PADDING + columns, mask=columns < kv_length, other=0) != 0)[None, :]
+            if dense_rows is not None:
+                seen = seen & (tl.load(dense_rows[:, None] + (columns * stride_dense_c)[None, :], mask=seen, other=0) != 0)
+            logits = tl.where(seen, logits, float("-inf"))
+        new_largest = tl.maximum(largest, tl.max(logits, 1) * factor)
+        weights = tl.exp2(logits * factor - new_largest[:, None])
+        shrink = tl.exp2(largest - new_largest)
+        total = total * shrink + tl.sum(weights, 1)
+        largest = new_largest
+        acc0 = acc0 * shrink[:, None]
+        v0 = load_tile(v_base, inner, stride_v, left, 0, V_WIDTH, V0, MASKED)
+        if CLEAN_V:
+            # A weight of 0 times the NaN of an unused cache slot is NaN.
+            used = tl.sum(tl.where(seen, 1, 0), 0) > 0
+            v0 = tl.where(used[:, None], v0, 0.0)
+        acc0 = tl.dot(weights.to(v0.dtype), v0, acc0, input_precision="ieee")
+        if V1 > 0:
+            acc1 = acc1 * shrink[:, None]
+            v1 = load_tile(v_base, inner, stride_v, left, V0, V_WIDTH, V1, MASKED)
+            if CLEAN_V:
+                v1 = tl.where(used[:, None], v1, 0.0)
+            acc1 = tl.dot(weights.to(v1.dtype), v1, acc1, input_precision="ieee")
+    return acc0, acc1, largest, total
+
+
+_VARYING = ["q_length", "kv_length", "q_origin", "kv_origin", "back", "ahead", "chunk", "blocks", "rows_of_heads", "adjacent"]
+
+
+@triton.jit(do_not_specialize=_VARYING)
+def _forward(
+    Q, K, V, SINKS, OUT, LSE,
+    ORIGIN, CHUNK_START, DOCUMENTS, PADDING, DENSE, BIAS, EXTENTS,
+    stride_qb, stride_qh, stride_qt, stride_kb, stride_kh, stride_kt, stride_vb, stride_vh, stride_vt,
+    stride_ob, stride_ot, stride_oh, stride_sb, stride_sh, stride_st,
+    stride_db, stride_dh, stride_dt, stride_dc, stride_bb, stride_bh, stride_bt, stride_bc, stride_origin,
+    q_length, kv_length, q_origin, kv_origin, back, ahead, chunk, blocks, rows_of_heads, adjacent, total_heads,
+    scale, softcap,
+    CHUNKED: tl.constexpr, CAPPED: tl.constexpr, PACKED: tl.constexpr, GROUP: tl.constexpr, CLEAN_V: tl.constexpr,
+    WIDTH: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr, V_WIDTH: tl.constexpr, V0: tl.constexpr, V1: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr, PHASES: tl.constexpr,
+):  # fmt: skip
+    # Longest blocks first, and `adjacent` heads side by side, so that their keys and values stay in the L2 cache.
+    section = tl.program_id(0) // (blocks * adjacent)
+    within = tl.program_id(0) % (blocks * adjacent)
+    side = tl.minimum(adjacent, total_heads - section * adjacent)
+    block = blocks - 1 - within // side
+    head_row = section * adjacent + within % side
+    batch = (head_row // rows_of_heads).to(tl.int64)
+    lane = head_row % rows_of_heads
+
+    rows = block * BLOCK_M + tl.arange(0, BLOCK_M)
+    if PACKED:
+        first_token = block * BLOCK_M // GROUP
+        token = rows // GROUP
+        member = rows % GROUP
+        kv_head = lane
+        first_head = lane * GROUP
+    else:
+        first_token = block * BLOCK_M
+        token = rows
+        member = tl.zeros_like(rows)
+        kv_head = lane // GROUP
+        first_head = lane
+    valid = token < q_length
+    step = token - first_token
+    first_token = first_token.to(tl.int64)
+    q_base = Q + batch * stride_qb + first_head * stride_qh + first_token * stride_qt
+    q_rows = step * stride_qt + member * stride_qh
+    q0 = load_rows(q_base, q_rows, valid, 0, WIDTH, D0)
+    q1 = q0
+    if D1 > 0:
+        q1 = load_rows(q_base, q_rows, valid, D0, WIDTH, D1)
+
+    q_origin = device_origin(ORIGIN, q_origin, batch, stride_origin)
+    row_low, row_high = interval(
+        token, q_origin, kv_origin, back, ahead, kv_length, CHUNK_START, batch, chunk, CHUNKED
+    )  # fmt: skip
+    row_high = tl.where(valid, row_high, 0)
+    low = tl.min(tl.where(row_high > row_low, row_low, kv_length), 0)
+    high = tl.max(row_high, 0)
+    full_low = tl.max(tl.where(valid, row_low, 0), 0)
+    full_high = tl.min(tl.where(valid, row_high, kv_length), 0)
+    row_document = row_low
+    if DOCUMENTS is not None:
+        DOCUMENTS += batch * kv_length
+        row_document = tl.load(DOCUMENTS + token, mask=valid, other=0)
+    if PADDING is not None:
+        PADDING += batch * kv_length
+    if EXTENTS is not None:
+        extent = EXTENTS + (batch * blocks + block) * 4
+        low = tl.maximum(low, tl.load(extent))
+        high = tl.minimum(high, tl.load(extent + 1))
+        full_low = tl.maximum(full_low, tl.load(extent + 2))
+        full_high = tl.minimum(full_high, tl.load(extent + 3))
+    dense_rows = None
+    if DENSE is not None:
+        dense_rows = DENSE + batch * stride_db + (first_head + member) * stride_dh + token.to(tl.int64) * stride_dt
+    bias_rows = None
+    if BIAS is not None:
+        bias_rows = BIAS + batch * stride_bb + (first_head + member) * stride_bh + token.to(tl.int64) * stride_bt
+    # [low, middle) and [late, high) are masked tile by tile, [middle, late) is visible to every row.
+    middle = high
+    late = high
+    if PHASES:
+        if full_high - full_low >= BLOCK_N:
+            middle = low + tl.cdiv(tl.maximum(full_low - low, 0), BLOCK_N) * BLOCK_N
+            late = middle + tl.maximum(full_high - middle, 0) // BLOCK_N * BLOCK_N
+
+    if SINKS is not None:
+        sink = sink_logits(SINKS, batch, first_head + member, token, stride_sb, stride_sh, stride_st, valid)
+        largest = tl.maximum(sink, LOWEST)
+        total = tl.exp2(sink - largest)
+    else:
+        largest = tl.full([BLOCK_M], LOWEST, tl.float32)
+        total = tl.zeros([BLOCK_M], tl.float32)
+    acc0 = tl.zeros([BLOCK_M, V0], tl.float32)
+    acc1 = tl.zeros([BLOCK_M, V1 if V1 > 0 else 1], tl.float32)
+    K += batch * stride_kb + kv_head * stride_kh
+    V += batch * stride_vb + kv_head * stride_vh
+    acc0, acc1, largest, total = _attend_tiles(
+        low, low, middle, acc0, acc1, largest, total, q0, q1, K, V, stride_kt, stride_vt,
+        row_low, row_high, row_document, DOCUMENTS, PADDING, dense_rows, stride_dc, bias_rows, stride_bc,
+        kv_length, scale, softcap, True, CLEAN_V, CAPPED, WIDTH, D0, D1, V_WIDTH, V0, V1, BLOCK_N, STAGES,
+    )  # fmt: skip
+    if PHASES:
+        acc0, acc1, largest, total = _attend_tiles(
+            low, middle, late, acc0, acc1, largest, total, q0, q1, K, V, stride_kt, stride_vt,
+            row_low, row_high, row_document, DOCUMENTS, PADDING, dense_rows, stride_dc, bias_rows, stride_bc,
+            kv_length, scale, softcap, False, False, CAPPED, WIDTH, D0, D1, V_WIDTH, V0, V1, BLOCK_N, STAGES,
+        )  # fmt: skip
+        acc0, acc1, largest, total = _attend_tiles(
+            low, late, high, acc0, acc1, largest, total, q0, q1, K, V, stride_kt, stride_vt,
+            row_low, row_high, row_document, DOCUMENTS, PADDING, dense_rows, stride_dc, bias_rows, stride_bc,
+            kv_length, scale, softcap, True, CLEAN_V, CAPPED, WIDTH, D0, D1, V_WIDTH, V0, V1, BLOCK_N, STAGES,
+        )  # fmt: skip
+
+    # Without a sink a row that sees nothing has the sum 0: its output is 0, its log-sum-exp -inf.
+    inverse = tl.where(total > 0, 1.0 / total, 0.0)
+    out_base = OUT + batch * stride_ob + first_head * stride_oh + first_token * stride_ot
+    out_rows = step * stride_ot + member * stride_oh
+    store_tile(out_base, out_rows, valid, acc0 * inverse[:, None], 0, V_WIDTH, V0)
+    if V1 > 0:
+        store_tile(out_base, out_rows, valid, acc1 * inverse[:, None], V0, V_WIDTH, V1)
+    lse = tl.where(total > 0, (largest + tl.log2(total)) / LOG2E, float("-inf"))
+    heads = total_heads if not PACKED else total_heads * GROUP
+    heads_per_row = rows_of_heads if not PACKED else rows_of_heads * GROUP
+    tl.store(LSE + (batch * heads_per_row + first_head + member) * q_length + token, lse, mask=valid)
+
+
+_LOG2E = math.log2(math.e)
+_CACHED_BYTES = 24 << 20
+"""Keys and values that heads running side by side may hold in the L2 cache."""
+
+
+def attend(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    sinks: Tensor | None,
+    scale: float,
+    softcap: float | None,
+    masking: Masking,
+    tile: Tile | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Attention forward.
+
+    Args:
+        query: [batch, num_heads, q_length, qk_head_dim], fp16, bf16 or fp32.
+        key: [batch, num_kv_heads, kv_length, qk_head_dim], the query's dtype.
+        value: [batch, num_kv_heads, kv_length, v_head_dim], the query's dtype.
+        sinks: [num_heads] or [batch, num_heads, q_length, 1]; None for none.
+        scale: positive factor of query @ key.
+        softcap: None for none.
+        masking: which keys each query sees, expanded to this call's shape.
+        tile: instead of the tuned one.
+
+    Returns:
+        Output [batch, q_length, num_heads, v_head_dim] in the query's dtype, and the natural log-sum-exp of the logits and the
+        sink, [batch, num_heads, q_length] fp32. A row that sees no key has output 0 and its sink as log-sum-exp.
+    """
+    batch, num_heads, q_length, width = query.shape
+    kv_heads, kv_length, v_width = key.shape[1], key.shape[2], value.shape[3]
+    group = num_heads // kv_heads
+    query, key, value = rows_ready(query), rows_ready(key), rows_ready(value)
+    out = torch.empty(batch, q_length, num_heads, v_width, dtype=query.dtype, device=query.device)
+    lse = torch.empty(batch, num_heads, q_length, dtype=torch.float32, device=query.device)
+    if not out.numel():
+        return out, lse
+    if tile is None:
+        capability = capability_of(query.device)
+        rows = q_length * group
+        tile = tile_for("prefill", capability, max(width, v_width), query.element_size(), masking.is_windowed, rows)
+    heads = kv_heads if tile.packed else num_heads
+    rows_per_token = group if tile.packed else 1
+    blocks = ceil_div(q_length * rows_per_token, tile.rows)
+    extents = None
+    if masking.has_extents:
+        extents = query_extents(masking.documents, masking.padding, q_length, kv_length, tile.rows, rows_per_token)
+    fitting = max(1, _CACHED_BYTES // (kv_length * (width + v_width) * query.element_size()))
+    adjacent = min(batch * heads, fitting * (1 if tile.packed else group))
+    d0, d1 = halves(width)
+    v0, v1 = halves(v_width)
+    with on_device_of(query):
+        # fmt: off
+        _forward[(blocks * batch * heads,)](
+            query, key, value, sinks, out, lse,
+            masking.origin, masking.chunk_start, masking.documents, bytes_of(masking.padding), bytes_of(masking.dense),
+            masking.bias, extents,
+            *query.stride()[:3], *key.stride()[:3], *value.stride()[:3], *out.stride()[:3], *sink_strides(sinks),
+            *strides_of(masking.dense), *strides_of(masking.bias), origin_stride(masking.origin),
+            q_length, kv_length, masking.q_origin, masking.kv_origin, masking.back, masking.ahead, masking.chunk,
+            blocks, heads, adjacent, batch * heads, scale * _LOG2E if softcap is None else scale, softcap or 1.0,
+            CHUNKED=masking.chunk > 0, CAPPED=softcap is not None, PACKED=tile.packed, GROUP=group,
+            CLEAN_V=masking.may_hide_garbage(q_length, kv_length),
+            WIDTH=width, D0=d0, D1=d1, V_WIDTH=v_width, V0=v0, V1=v1,
+            BLOCK_M=tile.rows, BLOCK_N=tile.columns, STAGES=tile.stages, PHASES=tile.phases and not masking.is_dense,
+            num_warps=tile.warps, num_stages=tile.stages, maxnreg=tile.registers,
+        )
+        # fmt: on
+    return out, lse
