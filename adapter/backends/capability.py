@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import enum
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
-from .call import AttentionCall
+from .call import AttentionCall, Visibility
 
 
 class Feature(enum.Flag):
@@ -38,6 +40,24 @@ class Feature(enum.Flag):
         return [f.name.lower().replace("_", " ") for f in Feature if f in self and f.value and f.name]
 
 
+_CAUSAL = Feature.CAUSAL.value
+_WINDOW = Feature.WINDOW.value
+_CHUNK = Feature.CHUNK.value
+_DOCUMENTS = Feature.DOCUMENTS.value
+_PADDING = Feature.PADDING.value
+_DENSE_MASK = Feature.DENSE_MASK.value
+_DEVICE_OFFSET = Feature.DEVICE_OFFSET.value
+_SINK_PER_HEAD = Feature.SINK_PER_HEAD.value
+_SINK_PER_TOKEN = Feature.SINK_PER_TOKEN.value
+_BIAS = Feature.BIAS.value
+_SOFTCAP = Feature.SOFTCAP.value
+_DROPOUT = Feature.DROPOUT.value
+_WEIGHTS = Feature.WEIGHTS.value
+_BACKWARD = Feature.BACKWARD.value
+_BIAS_GRADIENT = Feature.BIAS_GRADIENT.value
+_SINK_GRADIENT = Feature.SINK_GRADIENT.value
+
+
 @dataclass(frozen=True)
 class Needs:
     """What one call asks for; hashable, so that a selection is made once for each kind of call."""
@@ -54,56 +74,79 @@ class Needs:
 
     @classmethod
     def of(cls, call: AttentionCall) -> Needs:
-        """Read the needs off a call."""
-        q, v = call.query, call.value
-        device = q.device.type
-        return cls(
-            device=device,
-            compute_capability=torch.cuda.get_device_capability(q.device) if device == "cuda" else None,
-            dtype=q.dtype,
-            num_heads=q.shape[1],
-            num_kv_heads=call.key.shape[1],
-            qk_head_dim=q.shape[3],
-            v_head_dim=v.shape[3],
-            decode=q.shape[2] == 1,
-            features=_features(call),
-        )
+        """Read the needs off a call; equal calls get the same object."""
+        query, key = call.query, call.key
+        features = _features(call)
+        shapes = (query.shape[1], key.shape[1], query.shape[3], call.value.shape[3], query.shape[2] == 1)
+        seen = (query.device, query.dtype, *shapes, features)
+        needs = _known.get(seen)
+        if needs is None:
+            device = query.device.type
+            capability = torch.cuda.get_device_capability(query.device) if device == "cuda" else None
+            needs = _known[seen] = cls(device, capability, query.dtype, *shapes, Feature(features))
+        return needs
+
+    @functools.cached_property
+    def _hash(self) -> int:
+        return hash((self.device, self.dtype, self.num_heads, self.qk_head_dim, self.decode, self.features.value))
+
+    def __hash__(self) -> int:
+        return self._hash
 
 
-def _features(call: AttentionCall) -> Feature:
-    visibility, f = call.visibility, Feature.NONE
+_known: dict[tuple[object, ...], Needs] = {}
+
+
+def _features(call: AttentionCall) -> int:
+    """The bits of `Feature`: integers, since this runs on every call and arithmetic on flags is slow."""
+    return _mask_features(call.visibility) | _logit_features(call) | _gradient_features(call)
+
+
+def _mask_features(v: Visibility) -> int:
+    bits = 0
+    if v.right is not None:
+        bits |= _CAUSAL
+    if v.left is not None:
+        bits |= _WINDOW
+    if v.chunk_size is not None:
+        bits |= _CHUNK
+    if v.documents is not None:
+        bits |= _DOCUMENTS
+    if v.padding is not None:
+        bits |= _PADDING
+    if v.dense is not None:
+        bits |= _DENSE_MASK
+    if isinstance(v.q_offset, Tensor):
+        bits |= _DEVICE_OFFSET
+    return bits
+
+
+def _logit_features(call: AttentionCall) -> int:
+    bits = 0
     if call.sinks is not None:
-        f |= Feature.SINK_PER_HEAD if call.sinks.dim() == 1 else Feature.SINK_PER_TOKEN
-    if visibility.right is not None:
-        f |= Feature.CAUSAL
-    if visibility.left is not None:
-        f |= Feature.WINDOW
-    if visibility.chunk_size is not None:
-        f |= Feature.CHUNK
-    if visibility.documents is not None:
-        f |= Feature.DOCUMENTS
-    if visibility.padding is not None:
-        f |= Feature.PADDING
-    if visibility.dense is not None:
-        f |= Feature.DENSE_MASK
+        bits |= _SINK_PER_HEAD if call.sinks.dim() == 1 else _SINK_PER_TOKEN
     if call.bias is not None:
-        f |= Feature.BIAS
+        bits |= _BIAS
     if call.softcap is not None:
-        f |= Feature.SOFTCAP
+        bits |= _SOFTCAP
     if call.dropout:
-        f |= Feature.DROPOUT
+        bits |= _DROPOUT
     if call.need_weights:
-        f |= Feature.WEIGHTS
-    if isinstance(visibility.q_offset, torch.Tensor):
-        f |= Feature.DEVICE_OFFSET
-    if torch.is_grad_enabled():
-        if any(t.requires_grad for t in (call.query, call.key, call.value)):
-            f |= Feature.BACKWARD
-        if call.bias is not None and call.bias.requires_grad:
-            f |= Feature.BACKWARD | Feature.BIAS_GRADIENT
-        if call.sinks is not None and call.sinks.requires_grad:
-            f |= Feature.BACKWARD | Feature.SINK_GRADIENT
-    return f
+        bits |= _WEIGHTS
+    return bits
+
+
+def _gradient_features(call: AttentionCall) -> int:
+    if not torch.is_grad_enabled():
+        return 0
+    bits = 0
+    if call.query.requires_grad or call.key.requires_grad or call.value.requires_grad:
+        bits |= _BACKWARD
+    if call.bias is not None and call.bias.requires_grad:
+        bits |= _BACKWARD | _BIAS_GRADIENT
+    if call.sinks is not None and call.sinks.requires_grad:
+        bits |= _BACKWARD | _SINK_GRADIENT
+    return bits
 
 
 @dataclass(frozen=True)
