@@ -78,6 +78,8 @@ class SinkKind(str, Enum):
     """[num_heads]: a learned logit for each query head"""
     PER_TOKEN = "per_token"
     """[batch, num_heads, q_length, 1]: a logit for each query, computed in the forward"""
+    UNKNOWN = "unknown"
+    """the call may carry a sink, and only the recording can tell which"""
 
 
 @dataclass(frozen=True)
@@ -85,7 +87,8 @@ class SinkSpec:
     """A layer's sink.
 
     `keyword` is the interface keyword that carries it (`s_aux` or `sinks`), `source` the dotted path of the parameter or
-    buffer below the attention module (None when it is computed), `transforms` the reshaping and casting between the two.
+    buffer below the attention module (None when it is computed), `transforms` the operations between the two, by name.
+    `exact` is False where they do more than reshape and cast: then the sink is not the parameter, and the recording decides.
     """
 
     kind: SinkKind
@@ -95,9 +98,21 @@ class SinkSpec:
     shape: tuple[int, ...] | None = None
     dtype: torch.dtype | None = None
     transforms: tuple[str, ...] = ()
+    exact: bool = True
 
 
 NO_SINK = SinkSpec(SinkKind.NONE)
+
+
+@dataclass(frozen=True)
+class TensorRef:
+    """A parameter or buffer by its dotted path below the attention module. Findings hold no tensors, so none goes stale."""
+
+    path: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    transforms: tuple[str, ...] = ()
+    exact: bool = True
 
 
 class Status(str, Enum):
@@ -111,7 +126,10 @@ class Status(str, Enum):
 
 @dataclass(frozen=True)
 class Value:
-    """The value of one expression on one live module; `value` counts only when `status` is RESOLVED."""
+    """The value of one expression on one live module.
+
+    `value` counts only when `status` is RESOLVED: None, a bool, a number, a string, a dtype, a tuple of these, or a TensorRef.
+    """
 
     status: Status
     expression: str | None = None
