@@ -23,10 +23,11 @@ from .flow import Flow
 from .interface import find_calls, mentions_interface
 from .outcome import ORDER_DIFFERS, classify
 from .resolve import Resolver
-from .sinks import sink_of
+from .sinks import SINK_KEYWORDS, sink_of
 from .source import forward_function, read_function
 from .values import is_number
 
+_NO_SCALE = Value(Status.ABSENT, reason="no scale is passed, and the default differs between attention functions")
 TENSORS = frozenset({"module", "query", "key", "value", "attention_mask"})
 
 
@@ -41,6 +42,7 @@ class _Entry:
     line: int = 0
     calls: tuple[InterfaceCall, ...] = ()
     flow: Flow | None = None
+    doubts: tuple[str, ...] = ()
     fault: tuple[str, str] | None = None
 
     def finding(self, cls: type) -> ClassFinding:
@@ -79,13 +81,13 @@ class AttentionFuser:
         if entry.outcome is Outcome.NONE or entry.flow is None:
             return LayerFinding(finding, Value(Status.ABSENT), NO_SINK)
         resolver = Resolver(entry.flow, forward_function(cls), module)
-        arguments = {name: _agreed(name, entry.calls, resolver) for name in _names(entry.calls)}
-        scaling = _checked_scale(arguments.get("scaling", _missing(entry.calls)), finding)
+        arguments = _hidden(entry) | {name: _agreed(name, entry.calls, resolver) for name in _names(entry.calls)}
+        scaling = _checked_scale(arguments.get("scaling", _NO_SCALE), finding)
         sink = sink_of(finding, resolver, entry.flow, arguments)
         return LayerFinding(finding, scaling, sink, {**arguments, "scaling": scaling})
 
     def fuse(self, module: nn.Module) -> LayerFinding:
-        """The finding that the adapter replaces the module's attention by; the same as `validate`, and changes nothing."""
+        """What the adapter replaces the module's attention by: the finding of `validate`. Changes nothing."""
         return self.validate(module)
 
     def _entry(self, cls: type) -> _Entry:
@@ -113,12 +115,19 @@ def _read(cls: type, code: CodeType | None) -> _Entry:
     flow = Flow(source.tree)
     found = find_calls(source, function, flow)
     outcome, reason = classify(found, Resolver(flow, function, None), flow)
-    return _Entry(code, outcome, reason, source.file, source.line, found.calls, flow)
+    return _Entry(code, outcome, reason, source.file, source.line, found.calls, flow, found.doubts)
 
 
 def _names(calls: tuple[InterfaceCall, ...]) -> list[str]:
     named = [argument.name for call in calls for argument in call.arguments]
     return [name for name in dict.fromkeys(named) if name not in TENSORS]
+
+
+def _hidden(entry: _Entry) -> dict[str, Value]:
+    """What a call may pass unseen: each is DYNAMIC unless the source shows it."""
+    if not entry.doubts:
+        return {}
+    return {name: Value(Status.DYNAMIC, reason=entry.doubts[0]) for name in ("scaling", *SINK_KEYWORDS)}
 
 
 def _agreed(name: str, calls: tuple[InterfaceCall, ...], resolver: Resolver) -> Value:
@@ -137,10 +146,6 @@ def _agreed(name: str, calls: tuple[InterfaceCall, ...], resolver: Resolver) -> 
     if any(argument is not None and argument.positional for argument in given):
         return Value(Status.DYNAMIC, first.expression, reason=ORDER_DIFFERS)
     return first
-
-
-def _missing(calls: tuple[InterfaceCall, ...]) -> Value:
-    return Value(Status.ABSENT, reason="no call passes a scale, and the default differs between attention functions")
 
 
 def _checked_scale(value: Value, finding: ClassFinding) -> Value:

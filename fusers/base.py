@@ -78,17 +78,18 @@ class SinkKind(str, Enum):
     """[num_heads]: a learned logit for each query head"""
     PER_TOKEN = "per_token"
     """[batch, num_heads, q_length, 1]: a logit for each query, computed in the forward"""
-    UNKNOWN = "unknown"
-    """the call may carry a sink, and only the recording can tell which"""
 
 
 @dataclass(frozen=True)
 class SinkSpec:
     """A layer's sink.
 
-    `keyword` is the interface keyword that carries it (`s_aux` or `sinks`), `source` the dotted path of the parameter or
-    buffer below the attention module (None when it is computed), `transforms` the operations between the two, by name.
-    `exact` is False where they do more than reshape and cast: then the sink is not the parameter, and the recording decides.
+    `keyword` is the interface keyword that carries it (`s_aux` or `sinks`), `source` the dotted path of the parameter
+    or buffer below the attention module (None when it is computed), `transforms` the operations between the two, by
+    name. `exact` is False where they do more than reshape and cast: then the sink is not the parameter, and the
+    recording decides.
+    A sink that the source cannot tell has the kind NONE, `exact` False, and a DYNAMIC value under its keyword in the
+    layer's arguments.
     """
 
     kind: SinkKind
@@ -106,7 +107,7 @@ NO_SINK = SinkSpec(SinkKind.NONE)
 
 @dataclass(frozen=True)
 class TensorRef:
-    """A parameter or buffer by its dotted path below the attention module. Findings hold no tensors, so none goes stale."""
+    """A parameter or buffer by its path below the attention module. Findings hold no tensors, so none goes stale."""
 
     path: str
     shape: tuple[int, ...]
@@ -128,7 +129,8 @@ class Status(str, Enum):
 class Value:
     """The value of one expression on one live module.
 
-    `value` counts only when `status` is RESOLVED: None, a bool, a number, a string, a dtype, a tuple of these, or a TensorRef.
+    `value` counts only when `status` is RESOLVED: None, a bool, a number, a string, a dtype, a tuple of these, or a
+    TensorRef.
     """
 
     status: Status
@@ -141,8 +143,9 @@ class Value:
 class LayerFinding:
     """What one attention module passes to the interface: the class's finding, resolved on the live module.
 
-    `arguments` holds every keyword of the calls except the tensors query, key, value and attention_mask. Where a forward
-    holds several calls, an argument is resolved only if all calls agree on it.
+    `arguments` holds every keyword of the calls except the tensors query, key, value and attention_mask. Where a
+    forward holds several calls, an argument is resolved only if all calls agree on it. Where the source cannot show all
+    that a call passes, `scaling`, `s_aux` and `sinks` are DYNAMIC unless the source shows them.
     """
 
     attention: ClassFinding

@@ -5,10 +5,9 @@ from __future__ import annotations
 import ast
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Union
 
 Block = list[ast.stmt]
-Definition = Union[ast.FunctionDef, ast.AsyncFunctionDef]
+Definition = ast.FunctionDef | ast.AsyncFunctionDef
 
 _COMPREHENSIONS = (ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp)
 _LOOPS = (ast.For, ast.AsyncFor, ast.While)
@@ -60,7 +59,7 @@ class Opaque:
     reason: str
 
 
-Reach = Union[Bound, Augmented, Choice, Parameter, Outer, Opaque]
+Reach = Bound | Augmented | Choice | Parameter | Outer | Opaque
 
 
 class Flow:

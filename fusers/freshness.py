@@ -51,7 +51,7 @@ def _running_names(code: CodeType) -> Iterator[str]:
 
 
 def running_names(code: CodeType) -> set[str]:
-    """Every global and attribute name that the code and the functions inside it use, and the names that it closes over."""
+    """Every global, attribute and closure name that the code and the functions inside it use."""
     return set(_running_names(code)).union(code.co_freevars)
 
 
@@ -77,7 +77,7 @@ def _names(tree: ast.FunctionDef) -> Iterator[str]:
 
 
 def _compiled(tree: ast.FunctionDef) -> Iterator[ast.AST]:
-    """The nodes that certainly leave a trace in the bytecode: no annotations, defaults, assertions or constant branches."""
+    """The nodes sure to leave a trace in the bytecode: no annotations, defaults, assertions, constant branches."""
     stack: list[ast.AST] = [*tree.body]
     while stack:
         node = stack.pop()

@@ -157,7 +157,7 @@ class _Finder:
         return bool(node.args) and self._is_interface(node.args[0])
 
     def _use(self, node: ast.expr) -> InterfaceCall | None:
-        """The call that `node` is the function of; None for uses that only pass it on to a place that is looked at too."""
+        """The call that `node` is the function of; None where it only moves to a place that is looked at too."""
         parent = self._flow.parent(node)
         if isinstance(parent, ast.Call):
             if parent.func is node:
@@ -240,10 +240,13 @@ class _Finder:
     def _touched(self, name: str) -> bool:
         """Whether a local is used for anything but being spread."""
         uses = [n for n in ast.walk(self._flow.tree) if isinstance(n, ast.Name) and n.id == name]
-        return any(
-            isinstance(use.ctx, ast.Load) and not isinstance(self._flow.parent(use), (ast.keyword, ast.Starred))
-            for use in uses
-        ) or len([use for use in uses if isinstance(use.ctx, ast.Store)]) != 1
+        return (
+            any(
+                isinstance(use.ctx, ast.Load) and not isinstance(self._flow.parent(use), (ast.keyword, ast.Starred))
+                for use in uses
+            )
+            or len([use for use in uses if isinstance(use.ctx, ast.Store)]) != 1
+        )
 
     def _spread(self, node: ast.expr, arguments: list[Argument]) -> bool:
         """Add the keywords of a spread dict; True when they are the forward's own keywords, passed on."""
@@ -280,12 +283,16 @@ class _Finder:
         for node in ast.walk(self._flow.tree):
             if isinstance(node, ast.Subscript) and isinstance(node.ctx, ast.Store) and _is_name(node.value, name):
                 found.append(f"it puts {ast.unparse(node.slice)} among the keywords it passes on")
-            elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and _is_name(node.func.value, name):
-                if node.func.attr in _ADDS:
-                    found.append(f"it changes the keywords it passes on: {ast.unparse(node)}")
+            elif self._adds_keywords(node, name):
+                found.append(f"it changes the keywords it passes on: {ast.unparse(node)}")
         if self._flow.bindings(name):
             found.append(f"it assigns {name!r}, whose keywords it passes on")
         return found
+
+    def _adds_keywords(self, node: ast.AST, name: str) -> bool:
+        if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Attribute):
+            return False
+        return node.func.attr in _ADDS and _is_name(node.func.value, name)
 
 
 def _is_name(node: ast.expr, name: str) -> bool:

@@ -12,13 +12,14 @@ from .resolve import Resolver
 from .sinks import SINK_KEYWORDS, is_computed, is_other_sink
 from .values import Symbol
 
-PER_CALL = frozenset(
-    "position_bias indices block_indices position_ids attention_mask cu_seq_lens_q cu_seq_lens_k max_length_q max_length_k "
-    "max_seqlen cu_seqlens head_mask cache past_key_values cache_position seq_idx".split()
-)
+PER_CALL = frozenset((
+    "position_bias", "indices", "block_indices", "position_ids", "attention_mask", "cu_seq_lens_q", "cu_seq_lens_k",
+    "max_length_q", "max_length_k", "max_seqlen", "cu_seqlens", "head_mask", "cache", "past_key_values",
+    "cache_position", "seq_idx",
+))  # fmt: skip
 """Keywords whose value belongs to one call; the adapter takes them from the call, so no static form is needed."""
 
-PER_MODE = frozenset("dropout output_attentions deterministic training use_cache".split())
+PER_MODE = frozenset(("dropout", "output_attentions", "deterministic", "training", "use_cache"))
 """Keywords that follow train() and eval() or what the caller asked for."""
 
 SETTINGS = ("scaling", "sliding_window", "softcap", "is_causal")
@@ -45,7 +46,8 @@ def classify(found: Calls, resolver: Resolver, flow: Flow) -> tuple[Outcome, str
 
 def _refusals(call: InterfaceCall) -> list[str]:
     given = [a for a in call.arguments if not _is_none(a.node)]
-    reasons = [f"the keyword {a.name!r} names a kind of sink that is not implemented" for a in given if is_other_sink(a.name)]
+    others = [a.name for a in given if is_other_sink(a.name)]
+    reasons = [f"the keyword {name!r} names a kind of sink that is not implemented" for name in others]
     if all(any(a.name == name for a in given) for name in SINK_KEYWORDS):
         reasons.append("the call passes two sinks, s_aux and sinks")
     names = [a.name for a in call.arguments]

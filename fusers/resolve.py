@@ -11,10 +11,11 @@ from typing import Any
 import torch
 from torch import nn
 
+from .access import adds_axes, item, length, member_value, of_tensor, of_torch
 from .base import Status, TensorRef, Value
 from .errors import SourceError
 from .flow import Augmented, Bound, Choice, Flow, Opaque, Outer, Parameter, Reach
-from .members import MISSING, Computed, Unknown, is_registered, read
+from .members import MISSING, Computed, Unknown, read
 from .source import read_function
 from .values import (
     PURE,
@@ -217,13 +218,13 @@ class Resolver:
         if isinstance(owner, Symbol):
             return Symbol(f"{owner.text}.{name}", owner.exact)
         if isinstance(owner, TensorRef):
-            return _of_tensor(owner, name)
+            return of_tensor(owner, name)
         if not isinstance(owner, Live):
             raise Unknown(f"{name!r} of a {type(owner).__name__} is not followed")
         found = read(owner.object, name)
         if isinstance(found, Computed):
             return self._computed(owner, found.getter, name)
-        return found if found is MISSING else _member_value(owner, name, found)
+        return found if found is MISSING else member_value(owner, name, found)
 
     def _computed(self, owner: Live, getter: FunctionType, name: str) -> Any:
         if self._getters >= _MAX_GETTERS:
@@ -241,14 +242,14 @@ class Resolver:
 
     def _subscript(self, node: ast.Subscript) -> Any:
         base, text = self._evaluate(node.value), ast.unparse(node)
-        if isinstance(base, (TensorRef, Symbol)) and _adds_axes(node.slice):
+        if isinstance(base, (TensorRef, Symbol)) and adds_axes(node.slice):
             return reshaped(base, "unsqueeze") if isinstance(base, TensorRef) else base
         index = self._evaluate(node.slice)
         if isinstance(base, Symbol) or isinstance(index, Symbol):
             return Symbol(text, exact=False)
         if isinstance(base, TensorRef):
             return inexact(base, f"[{ast.unparse(node.slice)}]")
-        return _item(base, index, text)
+        return item(base, index, text)
 
     def _literal(self, node: ast.Dict) -> Any:
         if any(key is None for key in node.keys):
@@ -293,16 +294,15 @@ class Resolver:
             return self._getattr(function, self._arguments(node), text)
         if isinstance(function, ModuleType) or function is None or not callable(function):
             raise Unknown(f"{text!r} calls what cannot be found")
-        if _of_torch(function):
+        if of_torch(function):
             return self._torch_call(function, node)
-        name = next((name for pure, name in PURE.items() if pure is function), None)
-        if name is None and function is not len:
+        if function is not len and not any(function is pure for pure in PURE):
             raise Unknown(f"{text!r} calls a function of the model")
         arguments = self._arguments(node)
         if any(isinstance(argument, Symbol) for argument in arguments):
             return Symbol(text, exact=False)
         if function is len:
-            return _length(arguments, text)
+            return length(arguments, text)
         if not all(is_number(argument) for argument in arguments):
             raise Unknown(f"{text!r} is not a function of numbers")
         return guarded(lambda: function(*arguments), text)
@@ -319,7 +319,7 @@ class Resolver:
 
     def _torch_call(self, function: Any, node: ast.Call) -> Any:
         name, text = function.__name__, ast.unparse(node)
-        if not node.args or node.keywords and name not in RESHAPES:
+        if not node.args or (node.keywords and name not in RESHAPES):
             raise Unknown(f"{text!r} is computed when the forward runs")
         first = self._evaluate(node.args[0])
         if isinstance(first, (TensorRef, Symbol)) and name in RESHAPES:
@@ -354,62 +354,3 @@ _RULES: dict[type[ast.expr], Callable[[Resolver, Any], Any]] = {
     ast.Subscript: Resolver._subscript,
     ast.Call: Resolver._call,
 }
-
-
-def _of_tensor(tensor: TensorRef, name: str) -> Any:
-    if name in RESHAPES:
-        return reshaped(tensor, name)
-    known = {"shape": tensor.shape, "dtype": tensor.dtype, "ndim": len(tensor.shape)}
-    if name not in known:
-        raise Unknown(f"the tensor's {name!r} is known only when the forward runs")
-    return known[name]
-
-
-def _member_value(owner: Live, name: str, found: Any) -> Any:
-    path = f"{owner.path}.{name}" if owner.path else name if owner.path == "" else None
-    if not isinstance(found, torch.Tensor):
-        held = isinstance(owner.object, nn.Module) and owner.object._modules.get(name) is found
-        return wrap(found, path if held else None)
-    if path is not None and isinstance(owner.object, nn.Module) and is_registered(owner.object, name, found):
-        return TensorRef(path, tuple(found.shape), found.dtype)
-    if type(found) is torch.Tensor and found.numel() == 1 and found.device.type == "cpu" and not found.requires_grad:
-        return wrap(found.item())
-    raise Unknown(f"{name!r} is a tensor that is no parameter or buffer of the attention")
-
-
-def _item(base: Any, index: Any, text: str) -> Any:
-    held = base.object if isinstance(base, Live) else base
-    if isinstance(held, (nn.ModuleList, nn.ParameterList)) and type(index) is int:
-        place = str(index + len(held) if index < 0 else index)
-        found = read(held, place)
-        if found is MISSING:
-            raise Unknown(f"{text!r} is out of range")
-        return _member_value(base, place, found)
-    if type(held) not in (list, tuple, dict) or not is_plain(index):
-        raise Unknown(f"{text!r} looks into an object")
-    try:
-        return wrap(held[index])
-    except (LookupError, TypeError) as error:
-        raise Unknown(f"{text!r} is not there") from error
-
-
-def _length(arguments: list[Any], text: str) -> int:
-    held = arguments[0].object if arguments and isinstance(arguments[0], Live) else next(iter(arguments), None)
-    if type(held) not in (list, tuple, dict, str):
-        raise Unknown(f"{text!r} is the length of an object")
-    return len(held)
-
-
-def _adds_axes(index: ast.expr) -> bool:
-    entries = index.elts if isinstance(index, ast.Tuple) else [index]
-    return all(
-        (isinstance(e, ast.Constant) and (e.value is None or e.value is ...))
-        or (isinstance(e, ast.Slice) and e.lower is None and e.upper is None and e.step is None)
-        for e in entries
-    )
-
-
-def _of_torch(function: Any) -> bool:
-    name = getattr(function, "__name__", None)
-    homes = (torch, torch.nn.functional)
-    return isinstance(name, str) and any(vars(home).get(name) is function for home in homes)

@@ -42,22 +42,29 @@ def sink_of(finding: ClassFinding, resolver: Resolver, flow: Flow, arguments: di
     given = [name for name in SINK_KEYWORDS if name in arguments and not _is_none(arguments[name])]
     if not given:
         return NO_SINK
-    if len(given) > 1:
+    if all(_passed(finding, name) for name in SINK_KEYWORDS) and len(given) > 1:
         raise RefusedError("the call passes two sinks, s_aux and sinks", where=finding.where)
-    name = given[0]
+    shown = [name for name in given if _passed(finding, name)]
+    if not shown:
+        return SinkSpec(SinkKind.NONE, given[0], exact=False)
+    name = shown[0]
     value, argument = arguments[name], _first(finding, name)
     text = _expanded(argument.node, flow)
     if value.status is Status.RESOLVED:
         return _per_head(name, text, value.value, finding)
     if value.reason.startswith("only some"):
-        return SinkSpec(SinkKind.UNKNOWN, name, text, exact=False)
+        return SinkSpec(SinkKind.NONE, name, text, exact=False)
     if is_computed(argument.node, flow):
         return SinkSpec(SinkKind.PER_TOKEN, name, text, transforms=tuple(_methods(argument.node, flow)))
-    return SinkSpec(SinkKind.UNKNOWN, name, text, exact=False)
+    return SinkSpec(SinkKind.NONE, name, text, exact=False)
 
 
 def _is_none(value: Value) -> bool:
     return value.status is Status.RESOLVED and value.value is None
+
+
+def _passed(finding: ClassFinding, name: str) -> bool:
+    return any(call.argument(name) is not None for call in finding.calls)
 
 
 def _first(finding: ClassFinding, name: str) -> Argument:

@@ -55,7 +55,7 @@ def read_forward(cls: type) -> ForwardSource:
     """Read and parse the forward that instances of `cls` run.
 
     Raises:
-        SourceError: the source is missing, unreadable, not parsable, too large, too deep, or not that of the running code.
+        SourceError: the source is missing, unreadable, too large, too deep, or not that of the running code.
     """
     return read_function(forward_function(cls), where=_name(cls))
 

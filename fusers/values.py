@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import builtins
 import math
 import operator
 from collections.abc import Callable
@@ -15,19 +14,18 @@ import torch
 from .base import TensorRef
 from .members import Unknown
 
-RESHAPES = frozenset(
-    "to float half bfloat16 double type type_as view view_as reshape contiguous unsqueeze squeeze expand expand_as flatten "
-    "unflatten clone detach cpu cuda transpose permute swapaxes movedim to_local full_tensor data T mT".split()
-)
+RESHAPES = frozenset((
+    "to", "float", "half", "bfloat16", "double", "type", "type_as", "view", "view_as", "reshape", "contiguous",
+    "unsqueeze", "squeeze", "expand", "expand_as", "flatten", "unflatten", "clone", "detach", "cpu", "cuda",
+    "transpose", "permute", "swapaxes", "movedim", "to_local", "full_tensor", "data", "T", "mT",
+))  # fmt: skip
 """Tensor methods and attributes after which every sink is still the logit of the same head."""
 
-PURE: dict[Any, str] = {
-    getattr(builtins, name): name for name in "abs bool float int max min pow round sum".split()
-} | {
-    getattr(math, name): name
-    for name in "ceil exp exp2 fabs floor log log10 log1p log2 pow sqrt trunc isqrt".split()
-    if hasattr(math, name)
-}
+PURE: tuple[Callable[..., Any], ...] = (
+    abs, bool, float, int, max, min, pow, round, math.ceil, math.exp, math.fabs, math.floor, math.log, math.log10,
+    math.log1p, math.log2, math.pow, math.sqrt, math.trunc, math.isqrt,
+)  # fmt: skip
+"""Functions of numbers that the resolver may call."""
 
 _BINARY: dict[type[ast.operator], Callable[[Any, Any], Any]] = {
     ast.Add: operator.add,
@@ -136,7 +134,7 @@ def binary(op: ast.operator, left: Any, right: Any, text: str) -> Any:
 def _too_large(base: Any, exponent: Any) -> bool:
     if type(base) is float or type(exponent) is float:
         return False
-    return abs(exponent) * abs(base).bit_length() > _LARGEST_INT_BITS
+    return bool(abs(exponent) * abs(base).bit_length() > _LARGEST_INT_BITS)
 
 
 def guarded(compute: Callable[[], Any], text: str) -> Any:
@@ -161,7 +159,7 @@ def compare(op: ast.cmpop, left: Any, right: Any, text: str) -> Any:
     if not is_plain(left) or not is_plain(right):
         raise Unknown(f"{text!r} compares objects")
     try:
-        return _ORDER[type(op)](left, right)
+        return bool(_ORDER[type(op)](left, right))
     except TypeError as error:
         raise Unknown(f"{text!r} has no value: {error}") from error
 
@@ -180,7 +178,7 @@ def _contains(container: Any, value: Any, text: str) -> bool:
     if type(held) is not str and not all(is_plain(entry) for entry in held):
         raise Unknown(f"{text!r} looks into a collection of objects")
     try:
-        return value in held
+        return bool(value in held)
     except TypeError as error:
         raise Unknown(f"{text!r} has no value: {error}") from error
 
