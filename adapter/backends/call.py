@@ -81,6 +81,8 @@ class Visibility:
 
     def narrow(self, q_start: int, q_stop: int, kv_start: int, kv_stop: int) -> Visibility:
         """What the queries [q_start, q_stop) see of the keys [kv_start, kv_stop)."""
+        if (q_start, q_stop, kv_start, kv_stop) == (0, self.q_length, 0, self.kv_length):
+            return self
         documents, queries = self.documents, self.query_documents
         queries = documents if queries is None else queries
         return replace(
@@ -149,6 +151,8 @@ class AttentionCall:
 
     def narrow(self, q_start: int, q_stop: int, kv_start: int, kv_stop: int) -> AttentionCall:
         """The call of the queries [q_start, q_stop) with the keys [kv_start, kv_stop)."""
+        if (q_start, q_stop, kv_start, kv_stop) == (0, self.query.shape[2], 0, self.key.shape[2]):
+            return self
         sinks = self.sinks
         return replace(
             self,

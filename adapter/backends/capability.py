@@ -88,7 +88,8 @@ class Needs:
 
     @functools.cached_property
     def _hash(self) -> int:
-        return hash((self.device, self.dtype, self.num_heads, self.qk_head_dim, self.decode, self.features.value))
+        # integers only: a hash of strings would not survive pickling into another process
+        return hash((self.num_heads, self.num_kv_heads, self.qk_head_dim, self.decode, self.features.value))
 
     def __hash__(self) -> int:
         return self._hash

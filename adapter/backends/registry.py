@@ -8,7 +8,7 @@ from typing import Protocol
 import torch
 
 from ..errors import BackendError
-from . import plugins
+from . import plugins, proof
 from .call import Attended, AttentionCall
 from .capability import Capability, Needs
 
@@ -59,7 +59,7 @@ def unregister(name: str) -> None:
     """Take a registered backend out again; those of the project stay."""
     if name in _BUILT_IN or name not in _backends:
         raise BackendError(f"{name!r} is not a backend that was registered", fix="pass a name given to register()")
-    del _backends[name]
+    proof.forget(_backends.pop(name))
     for key in [k for k, backend in _selected.items() if backend.name == name]:
         del _selected[key]
 
@@ -125,6 +125,8 @@ def select(name: str, needs: Needs) -> Backend:
     backend = _selected.get((name, needs))
     if backend is None:
         backend = _choose(name, needs)
+        if backend.name not in _TRUSTED:
+            proof.prove(backend, needs)
         if not torch.compiler.is_compiling():
             _selected[name, needs] = backend
     return backend

@@ -105,10 +105,12 @@ def _sink_gradient(call: AttentionCall, grad: Tensor, output: Tensor, lse_s: Ten
 
 
 def _prepared(call: AttentionCall) -> Iterator[_Prepared]:
-    call = replace(call, visibility=blocks.simplify(call.visibility))
+    visibility = blocks.simplify(call.visibility)
+    call = call if visibility is call.visibility else replace(call, visibility=visibility)
     if blocks.is_plain_causal(call):
         length = call.query.shape[2]
-        piece = _piece(call.narrow(0, length, 0, length), None, causal=True)
+        part = call.narrow(0, length, 0, length)
+        piece = _piece(part, part.query, None, causal=True)
         yield _Prepared(piece, Block(0, length, 0, length), call.query.shape[1], None)
         return
     for block in blocks.blocks(call):
@@ -134,17 +136,18 @@ def _prepare(part: AttentionCall, block: Block) -> _Prepared | None:
         seeing = (mask != float("-inf")).any(dim=3)
         mask = mask.masked_fill(~seeing[..., None], 0)
     num_heads, num_kv_heads = part.query.shape[1], part.key.shape[1]
+    query = part.query
     if blocks.is_packed(part):
-        part = replace(part, query=blocks.pack(part.query, num_kv_heads))
+        query = blocks.pack(query, num_kv_heads)
         mask = None if mask is None else blocks.pack_mask(mask, num_heads, num_kv_heads)
-    return _Prepared(_piece(part, mask, causal=False), block, num_heads, seeing)
+    return _Prepared(_piece(part, query, mask, causal=False), block, num_heads, seeing)
 
 
-def _piece(part: AttentionCall, mask: Tensor | None, *, causal: bool) -> torch_ops.Piece:
+def _piece(part: AttentionCall, query: Tensor, mask: Tensor | None, *, causal: bool) -> torch_ops.Piece:
     """Tensors with one head dim, zero-padded, which changes neither the logits nor the columns that are kept."""
     width = max(part.query.shape[3], part.value.shape[3])
     width += 0 if part.query.device.type == "cpu" else -width % 8
-    query, key, value = (_padded(t, width) for t in (part.query, part.key, part.value))
+    query, key, value = (_padded(t, width) for t in (query, part.key, part.value))
     return torch_ops.Piece(query, key, value, mask, causal, part.scale)
 
 
