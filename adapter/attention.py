@@ -146,7 +146,7 @@ class Attention(nn.Module):
         return any(n in arguments and arguments[n].status is Status.DYNAMIC for n in ("s_aux", "sinks"))
 
     def _adopt(self, module: nn.Module, sink: Tensor) -> None:
-            source = next((n for n, p in module.named_parameters() if p is sink), None)
+        source = next((n for n, p in module.named_parameters() if p is sink), None)
         if source is None and sink.dim() != 4:
             raise SinkError("the sink of this call is no parameter of the module", where=where(module, self))
         kind = SinkKind.PER_HEAD if source else SinkKind.PER_TOKEN
