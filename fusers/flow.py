@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 Block = list[ast.stmt]
@@ -68,6 +68,8 @@ class Flow:
     def __init__(self, tree: ast.FunctionDef) -> None:
         self.tree = tree
         self._parents = {child: node for node in ast.walk(tree) for child in ast.iter_child_nodes(node)}
+        self.nodes = (tree, *self._parents)
+        self._bindings = _all_bindings(self.nodes)
         self._stores: dict[ast.AST, frozenset[str]] = {}
         self._memo: dict[tuple[str, ast.stmt], Reach | None] = {}
         self.parameters = tuple(_parameters(tree.args))
@@ -86,14 +88,7 @@ class Flow:
 
     def bindings(self, name: str) -> list[ast.expr]:
         """The expression of every plain assignment to a local name, wherever it is."""
-        found = []
-        for node in ast.walk(self.tree):
-            expression = _assigned(node, name)
-            if expression is not None:
-                found.append(expression)
-            elif isinstance(node, ast.NamedExpr) and node.target.id == name:
-                found.append(node.value)
-        return found
+        return self._bindings.get(name, [])
 
     def stores(self, node: ast.AST) -> frozenset[str]:
         """Every name of the function's own scope that `node` or anything in it binds."""
@@ -158,7 +153,7 @@ class Flow:
         if name not in rebound:
             return Parameter(name, name == self.parameters[0]) if name in self.parameters else Outer(name)
         bindings = self.bindings(name)
-        if len(bindings) == 1 and sum(name in set(_bound_names(node)) for node in ast.walk(self.tree)) == 1:
+        if len(bindings) == 1 and sum(name in set(_bound_names(node)) for node in self.nodes) == 1:
             return Bound(bindings[0])
         return Opaque(f"{name!r} is bound more than once around a nested function")
 
@@ -223,6 +218,20 @@ def _assigned(node: ast.AST, name: str) -> ast.expr | None:
     found = [_unpacked(target, node.value, name) for target in node.targets]
     stored = [t.id for target in node.targets for t in ast.walk(target) if isinstance(t, ast.Name) and _stored(t)]
     return next((f for f in found if f is not None), None) if stored.count(name) == 1 else None
+
+
+def _all_bindings(nodes: Iterable[ast.AST]) -> dict[str, list[ast.expr]]:
+    found: dict[str, list[ast.expr]] = {}
+    for node in nodes:
+        if isinstance(node, ast.NamedExpr):
+            found.setdefault(node.target.id, []).append(node.value)
+        elif isinstance(node, (ast.Assign, ast.AnnAssign)):
+            targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+            names = {n.id for target in targets for n in ast.walk(target) if isinstance(n, ast.Name) and _stored(n)}
+            for name in names:
+                if (expression := _assigned(node, name)) is not None:
+                    found.setdefault(name, []).append(expression)
+    return found
 
 
 def _unpacked(target: ast.expr, value: ast.expr, name: str) -> ast.expr | None:

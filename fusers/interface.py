@@ -71,6 +71,7 @@ class _Finder:
         self._source, self._function, self._flow = source, function, flow
         self._kind = _interface_class()
         self._doubts: list[str] = []
+        self._imports = [node for node in flow.nodes if isinstance(node, ast.ImportFrom)]
         self._names: frozenset[str] = frozenset()
 
     def run(self) -> Calls:
@@ -78,7 +79,7 @@ class _Finder:
             return Calls((), ())
         self._names = self._interface_names()
         calls = []
-        for node in ast.walk(self._flow.tree):
+        for node in self._flow.nodes:
             if isinstance(node, ast.expr) and self._is_interface(node):
                 call = self._use(node)
                 calls.extend([call] if call else [])
@@ -88,7 +89,7 @@ class _Finder:
     def _interface_names(self) -> frozenset[str]:
         """The locals that hold the interface's function after any of their assignments, also by way of other locals."""
         found: frozenset[str] = frozenset()
-        assigned = {n.id for n in ast.walk(self._flow.tree) if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store)}
+        assigned = {n.id for n in self._flow.nodes if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store)}
         while True:
             self._names = found
             more = {name for name in assigned if any(map(self._is_interface, self._flow.bindings(name)))}
@@ -113,8 +114,8 @@ class _Finder:
         return self._kind
 
     def _imported(self, name: str) -> bool:
-        for node in ast.walk(self._flow.tree):
-            if isinstance(node, ast.ImportFrom) and node.module and not node.level:
+        for node in self._imports:
+            if node.module and not node.level:
                 for alias in node.names:
                     module = sys.modules.get(node.module)
                     if (alias.asname or alias.name) == name and module is not None:
@@ -239,7 +240,7 @@ class _Finder:
 
     def _touched(self, name: str) -> bool:
         """Whether a local is used for anything but being spread."""
-        uses = [n for n in ast.walk(self._flow.tree) if isinstance(n, ast.Name) and n.id == name]
+        uses = [n for n in self._flow.nodes if isinstance(n, ast.Name) and n.id == name]
         return (
             any(
                 isinstance(use.ctx, ast.Load) and not isinstance(self._flow.parent(use), (ast.keyword, ast.Starred))
@@ -280,7 +281,7 @@ class _Finder:
     def _added(self, name: str) -> list[str]:
         """The keywords that the forward itself puts among those it passes on."""
         found = []
-        for node in ast.walk(self._flow.tree):
+        for node in self._flow.nodes:
             if isinstance(node, ast.Subscript) and isinstance(node.ctx, ast.Store) and _is_name(node.value, name):
                 found.append(f"it puts {ast.unparse(node.slice)} among the keywords it passes on")
             elif self._adds_keywords(node, name):
