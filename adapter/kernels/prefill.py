@@ -18,71 +18,9 @@ from torch import Tensor
 from .extents import query_extents
 from .masking import Masking, bytes_of, origin_stride, sink_strides, strides_of
 from .shapes import ceil_div, halves, on_device_of, rows_ready
-from .tiles import LOG2E, LOWEST, device_origin, interval, load_rows, load_tile, sink_logits, soft_capped, store_tile
+from .softmax import attend_tiles
+from .tiles import LOG2E, LOWEST, device_origin, interval, load_rows, sink_logits, store_tile
 from .tuning import Tile, capability_of, tile_for
-
-
-@triton.jit
-def _attend_tiles(
-    first, low, high,
-    acc0, acc1, largest, total, q0, q1,
-    K, V, stride_k, stride_v,
-    row_low, row_high, row_document, DOCUMENTS, PADDING, dense_rows, stride_dense_c, bias_rows, stride_bias_c,
-    kv_length, scale, softcap,
-    MASKED: tl.constexpr, CLEAN_V: tl.constexpr, CAPPED: tl.constexpr,
-    WIDTH: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr, V_WIDTH: tl.constexpr, V0: tl.constexpr, V1: tl.constexpr,
-    BLOCK_N: tl.constexpr, STAGES: tl.constexpr,
-):  # fmt: skip
-    """The online softmax over the tiles from `low` to `high`; `first` keeps their alignment."""
-    for start in tl.range(low, high, BLOCK_N, num_stages=STAGES):
-        k_base = K + tl.cast(start, tl.int64) * stride_k
-        v_base = V + tl.cast(start, tl.int64) * stride_v
-        inner = tl.arange(0, BLOCK_N)
-        left = kv_length - start
-        k0 = load_tile(k_base, inner, stride_k, left, 0, WIDTH, D0, MASKED)
-        logits = tl.dot(q0, tl.trans(k0), input_precision="ieee")
-        if D1 > 0:
-            k1 = load_tile(k_base, inner, stride_k, left, D0, WIDTH, D1, MASKED)
-            logits = tl.dot(q1, tl.trans(k1), logits, input_precision="ieee")
-        factor = scale
-        if CAPPED:
-            logits = soft_capped(logits * scale, softcap) * LOG2E
-            factor = 1.0
-        columns = start + inner
-        if MASKED:
-            if bias_rows is not None:
-                real = (columns < kv_length)[None, :] & (row_high > row_low)[:, None]
-                bias = tl.load(bias_rows[:, None] + (columns * stride_bias_c)[None, :], mask=real, other=0.0)
-                logits = logits * factor + bias.to(tl.float32) * LOG2E
-                factor = 1.0
-            seen = (columns[None, :] >= row_low[:, None]) & (columns[None, :] < row_high[:, None])
-            if DOCUMENTS is not None:
-                document = tl.load(DOCUMENTS + columns, mask=columns < kv_length, other=0)
-                seen = seen & (row_document[:, None] == document[None, :])
-            if PADDING is not None:
-                seen = seen & (tl.load(PADDING + columns, mask=columns < kv_length, other=0) != 0)[None, :]
-            if dense_rows is not None:
-                seen = seen & (tl.load(dense_rows[:, None] + (columns * stride_dense_c)[None, :], mask=seen, other=0) != 0)
-            logits = tl.where(seen, logits, float("-inf"))
-        new_largest = tl.maximum(largest, tl.max(logits, 1) * factor)
-        weights = tl.exp2(logits * factor - new_largest[:, None])
-        shrink = tl.exp2(largest - new_largest)
-        total = total * shrink + tl.sum(weights, 1)
-        largest = new_largest
-        acc0 = acc0 * shrink[:, None]
-        v0 = load_tile(v_base, inner, stride_v, left, 0, V_WIDTH, V0, MASKED)
-        if CLEAN_V:
-            # A weight of 0 times the NaN of an unused cache slot is NaN.
-            used = tl.sum(tl.where(seen, 1, 0), 0) > 0
-            v0 = tl.where(used[:, None], v0, 0.0)
-        acc0 = tl.dot(weights.to(v0.dtype), v0, acc0, input_precision="ieee")
-        if V1 > 0:
-            acc1 = acc1 * shrink[:, None]
-            v1 = load_tile(v_base, inner, stride_v, left, V0, V_WIDTH, V1, MASKED)
-            if CLEAN_V:
-                v1 = tl.where(used[:, None], v1, 0.0)
-            acc1 = tl.dot(weights.to(v1.dtype), v1, acc1, input_precision="ieee")
-    return acc0, acc1, largest, total
 
 
 _VARYING = ["q_length", "kv_length", "q_origin", "kv_origin", "back", "ahead", "chunk", "blocks", "rows_of_heads", "adjacent"]
@@ -179,21 +117,21 @@ def _forward(
     acc1 = tl.zeros([BLOCK_M, V1 if V1 > 0 else 1], tl.float32)
     K += batch * stride_kb + kv_head * stride_kh
     V += batch * stride_vb + kv_head * stride_vh
-    acc0, acc1, largest, total = _attend_tiles(
-        low, low, middle, acc0, acc1, largest, total, q0, q1, K, V, stride_kt, stride_vt,
+    acc0, acc1, largest, total = attend_tiles(
+        low, middle, acc0, acc1, largest, total, q0, q1, K, V, stride_kt, stride_vt, None, 0, 0,
         row_low, row_high, row_document, DOCUMENTS, PADDING, dense_rows, stride_dc, bias_rows, stride_bc,
-        kv_length, scale, softcap, True, CLEAN_V, CAPPED, WIDTH, D0, D1, V_WIDTH, V0, V1, BLOCK_N, STAGES,
+        kv_length, scale, softcap, True, CLEAN_V, CAPPED, WIDTH, D0, D1, V_WIDTH, V0, V1, BLOCK_N, STAGES, 1,
     )  # fmt: skip
     if PHASES:
-        acc0, acc1, largest, total = _attend_tiles(
-            low, middle, late, acc0, acc1, largest, total, q0, q1, K, V, stride_kt, stride_vt,
+        acc0, acc1, largest, total = attend_tiles(
+            middle, late, acc0, acc1, largest, total, q0, q1, K, V, stride_kt, stride_vt, None, 0, 0,
             row_low, row_high, row_document, DOCUMENTS, PADDING, dense_rows, stride_dc, bias_rows, stride_bc,
-            kv_length, scale, softcap, False, False, CAPPED, WIDTH, D0, D1, V_WIDTH, V0, V1, BLOCK_N, STAGES,
+            kv_length, scale, softcap, False, False, CAPPED, WIDTH, D0, D1, V_WIDTH, V0, V1, BLOCK_N, STAGES, 1,
         )  # fmt: skip
-        acc0, acc1, largest, total = _attend_tiles(
-            low, late, high, acc0, acc1, largest, total, q0, q1, K, V, stride_kt, stride_vt,
+        acc0, acc1, largest, total = attend_tiles(
+            late, high, acc0, acc1, largest, total, q0, q1, K, V, stride_kt, stride_vt, None, 0, 0,
             row_low, row_high, row_document, DOCUMENTS, PADDING, dense_rows, stride_dc, bias_rows, stride_bc,
-            kv_length, scale, softcap, True, CLEAN_V, CAPPED, WIDTH, D0, D1, V_WIDTH, V0, V1, BLOCK_N, STAGES,
+            kv_length, scale, softcap, True, CLEAN_V, CAPPED, WIDTH, D0, D1, V_WIDTH, V0, V1, BLOCK_N, STAGES, 1,
         )  # fmt: skip
 
     # Without a sink a row that sees nothing has the sum 0: its output is 0, its log-sum-exp -inf.

@@ -1,0 +1,301 @@
+"""Attention with sinks for a few queries over a long cache: keys are split over programs, and the last one to finish a row
+merges them. The partial results hold no sink; it joins exactly once, at the merge.
+"""
+
+# mypy: disable-error-code="no-untyped-def"
+
+from __future__ import annotations
+
+import functools
+import math
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from . import counters
+from .masking import Masking, bytes_of, origin_stride, sink_strides, strides_of
+from .shapes import ceil_div, ceil_power_of_two, halves, on_device_of, rows_ready
+from .softmax import attend_tiles
+from .tiles import LOG2E, LOWEST, UNLIMITED, device_origin, interval, load_rows, sink_logits, store_tile
+from .tuning import Tile, capability_of, tile_for
+
+
+@triton.jit
+def _merge(
+    PARTIAL, LARGEST, TOTAL, unit, sink, inner, first,
+    SPLITS: tl.constexpr, BLOCK_M: tl.constexpr, V_BLOCK: tl.constexpr, V: tl.constexpr, CHUNK: tl.constexpr,
+):  # fmt: skip
+    """Columns from `first` of the merged output, and the log-sum-exp in base 2, of one unit's rows; the sink joins here."""
+    largest = tl.maximum(sink, LOWEST)
+    for start in tl.static_range(0, SPLITS, CHUNK):
+        split = start + tl.arange(0, CHUNK)
+        rows = (unit * SPLITS + split)[:, None] * BLOCK_M + inner[None, :]
+        part = tl.load(LARGEST + rows, mask=(split < SPLITS)[:, None], other=LOWEST, cache_modifier=".cg")
+        largest = tl.maximum(largest, tl.max(part, 0))
+    total = tl.exp2(sink - largest)
+    acc = tl.zeros([BLOCK_M, V_BLOCK], tl.float32)
+    columns = first + tl.arange(0, V_BLOCK)
+    for start in tl.static_range(0, SPLITS, CHUNK):
+        split = start + tl.arange(0, CHUNK)
+        real = split < SPLITS
+        rows = (unit * SPLITS + split)[:, None] * BLOCK_M + inner[None, :]
+        part = tl.load(LARGEST + rows, mask=real[:, None], other=LOWEST, cache_modifier=".cg")
+        share = tl.exp2(part - largest[None, :])
+        total += tl.sum(share * tl.load(TOTAL + rows, mask=real[:, None], other=0.0, cache_modifier=".cg"), 0)
+        pointers = PARTIAL + rows[:, :, None] * V + columns[None, None, :]
+        values = tl.load(pointers, mask=real[:, None, None] & (columns < V)[None, None, :], other=0.0, cache_modifier=".cg")
+        acc += tl.sum(values * share[:, :, None], 0)
+    return acc * tl.where(total > 0, 1.0 / total, 0.0)[:, None], largest, total
+
+
+_VARYING = ["q_length", "kv_length", "q_origin", "kv_origin", "back", "ahead", "chunk"]
+
+
+@triton.jit(do_not_specialize=_VARYING)
+def _decode(
+    Q, K, V, SINKS, OUT, LSE, PARTIAL, LARGEST, TOTAL, COUNTERS,
+    ORIGIN, LENGTHS, TABLE, CHUNK_START, PADDING, DENSE, BIAS,
+    stride_qb, stride_qh, stride_qt, stride_kb, stride_kh, stride_kt, stride_vb, stride_vh, stride_vt,
+    stride_ob, stride_ot, stride_oh, stride_sb, stride_sh, stride_st,
+    stride_db, stride_dh, stride_dt, stride_dc, stride_bb, stride_bh, stride_bt, stride_bc, stride_origin, stride_table,
+    q_length, kv_length, q_origin, kv_origin, back, ahead, chunk, scale, softcap,
+    CHUNKED: tl.constexpr, CAPPED: tl.constexpr, GROUP: tl.constexpr, CLEAN_V: tl.constexpr, PAGE: tl.constexpr,
+    WIDTH: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr, V_WIDTH: tl.constexpr, V0: tl.constexpr, V1: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr, SPLITS: tl.constexpr, CHUNK: tl.constexpr,
+):  # fmt: skip
+    split = tl.program_id(0) % SPLITS
+    block = tl.program_id(0) // SPLITS
+    kv_head = tl.program_id(1)
+    batch = tl.program_id(2).to(tl.int64)
+    kv_heads = tl.num_programs(1)
+    inner = tl.arange(0, BLOCK_M)
+    rows = block * BLOCK_M + inner
+    token = rows // GROUP
+    member = rows % GROUP
+    valid = token < q_length
+    first_head = kv_head * GROUP
+    q_base = Q + batch * stride_qb + first_head * stride_qh
+    q_rows = token * stride_qt + member * stride_qh
+    q0 = load_rows(q_base, q_rows, valid, 0, WIDTH, D0)
+    q1 = q0
+    if D1 > 0:
+        q1 = load_rows(q_base, q_rows, valid, D0, WIDTH, D1)
+
+    length = kv_length
+    if LENGTHS is not None:
+        length = tl.minimum(tl.load(LENGTHS + batch).to(tl.int32), kv_length)
+    q_origin = device_origin(ORIGIN, q_origin, batch, stride_origin)
+    row_low, row_high = interval(
+        token, q_origin, kv_origin, back, ahead, length, CHUNK_START, batch, chunk, CHUNKED
+    )  # fmt: skip
+    row_high = tl.where(valid, row_high, 0)
+    low = tl.min(tl.where(row_high > row_low, row_low, length), 0)
+    high = tl.max(row_high, 0)
+    share = tl.cdiv(tl.cdiv(tl.maximum(high - low, 0), BLOCK_N), SPLITS) * BLOCK_N
+    begin = low + split * share
+    end = tl.minimum(high, begin + share)
+    if PADDING is not None:
+        PADDING += batch * kv_length
+    dense_rows = None
+    if DENSE is not None:
+        dense_rows = DENSE + batch * stride_db + (first_head + member) * stride_dh + token * stride_dt
+    bias_rows = None
+    if BIAS is not None:
+        bias_rows = BIAS + batch * stride_bb + (first_head + member) * stride_bh + token * stride_bt
+    if TABLE is not None:
+        TABLE += batch * stride_table
+        K += kv_head * stride_kh
+        V += kv_head * stride_vh
+    else:
+        K += batch * stride_kb + kv_head * stride_kh
+        V += batch * stride_vb + kv_head * stride_vh
+
+    sink = tl.full([BLOCK_M], float("-inf"), tl.float32)
+    if SINKS is not None:
+        sink = sink_logits(SINKS, batch, first_head + member, token, stride_sb, stride_sh, stride_st, valid)
+    largest = tl.full([BLOCK_M], LOWEST, tl.float32)
+    total = tl.zeros([BLOCK_M], tl.float32)
+    if SPLITS == 1:
+        largest = tl.maximum(sink, LOWEST)
+        total = tl.exp2(sink - largest)
+    acc0 = tl.zeros([BLOCK_M, V0], tl.float32)
+    acc1 = tl.zeros([BLOCK_M, V1 if V1 > 0 else 1], tl.float32)
+    acc0, acc1, largest, total = attend_tiles(
+        begin, end, acc0, acc1, largest, total, q0, q1, K, V, stride_kt, stride_vt, TABLE, stride_kb, stride_vb,
+        row_low, row_high, row_low, None, PADDING, dense_rows, stride_dc, bias_rows, stride_bc,
+        end, scale, softcap, True, CLEAN_V, CAPPED, WIDTH, D0, D1, V_WIDTH, V0, V1, BLOCK_N, STAGES, PAGE,
+    )  # fmt: skip
+
+    out_base = OUT + batch * stride_ob + first_head * stride_oh
+    out_rows = token * stride_ot + member * stride_oh
+    lse_rows = LSE + (batch * kv_heads * GROUP + first_head + member) * q_length + token
+    if SPLITS == 1:
+        inverse = tl.where(total > 0, 1.0 / total, 0.0)
+        store_tile(out_base, out_rows, valid, acc0 * inverse[:, None], 0, V_WIDTH, V0)
+        if V1 > 0:
+            store_tile(out_base, out_rows, valid, acc1 * inverse[:, None], V0, V_WIDTH, V1)
+        tl.store(lse_rows, tl.where(total > 0, (largest + tl.log2(total)) / LOG2E, float("-inf")), mask=valid)
+    else:
+        blocks = tl.num_programs(0) // SPLITS
+        unit = (batch * kv_heads + kv_head) * blocks + block
+        part = (unit * SPLITS + split) * BLOCK_M + inner
+        store_tile(PARTIAL, part * V_WIDTH, valid, acc0, 0, V_WIDTH, V0)
+        if V1 > 0:
+            store_tile(PARTIAL, part * V_WIDTH, valid, acc1, V0, V_WIDTH, V1)
+        tl.store(LARGEST + part, largest)
+        tl.store(TOTAL + part, total)
+        # Every thread's stores come before the one thread's arrival, which releases them to the last program.
+        tl.debug_barrier()
+        arrived = tl.atomic_add(COUNTERS + unit, 1, sem="acq_rel")
+        if arrived == SPLITS - 1:
+            merged, largest, total = _merge(PARTIAL, LARGEST, TOTAL, unit, sink, inner, 0, SPLITS, BLOCK_M, V0, V_WIDTH, CHUNK)
+            store_tile(out_base, out_rows, valid, merged, 0, V_WIDTH, V0)
+            tl.store(lse_rows, tl.where(total > 0, (largest + tl.log2(total)) / LOG2E, float("-inf")), mask=valid)
+            if V1 > 0:
+                merged, _, _ = _merge(PARTIAL, LARGEST, TOTAL, unit, sink, inner, V0, SPLITS, BLOCK_M, V1, V_WIDTH, CHUNK)
+                store_tile(out_base, out_rows, valid, merged, V0, V_WIDTH, V1)
+            tl.store(COUNTERS + unit, 0)
+
+
+_LOG2E = math.log2(math.e)
+_MOST_SPLITS = 64
+_INTERPRETED_SPLITS = 3
+
+
+@functools.cache
+def _multiprocessors(device: torch.device) -> int:
+    return int(torch.cuda.get_device_properties(device).multi_processor_count)
+
+
+def splits_for(units: int, span: int, tile: Tile, device: torch.device) -> int:
+    """How many programs share the keys of one unit, from numbers that the host knows without asking the device.
+
+    Args:
+        units: batch * kv heads * blocks of rows.
+        span: the most keys that a row can see.
+        tile: `splits` programs a multiprocessor are aimed at; 0 never splits.
+    """
+    most = min(_MOST_SPLITS, ceil_div(span, tile.columns))
+    if device.type == "cpu":
+        return max(1, min(most, _INTERPRETED_SPLITS))
+    wanted = _multiprocessors(device) * tile.splits // units
+    return max(1, min(most, wanted))
+
+
+def _block_rows(rows: int, width: int, least: int) -> int:
+    most = 64 if width <= 128 else 32 if width <= 256 else 16
+    return max(least, min(most, ceil_power_of_two(rows)))
+
+
+def attend(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    sinks: Tensor | None,
+    scale: float,
+    softcap: float | None,
+    masking: Masking,
+    lengths: Tensor | None = None,
+    block_table: Tensor | None = None,
+    tile: Tile | None = None,
+    splits: int | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Attention of a few queries over a cache; nothing is read back from the device, so a graph can hold it.
+
+    Args:
+        query: [batch, num_heads, q_length, qk_head_dim], fp16, bf16 or fp32.
+        key: [batch, num_kv_heads, capacity, qk_head_dim]; with a block table [pages, num_kv_heads, page_size, qk_head_dim].
+        value: the same with v_head_dim.
+        sinks: [num_heads] or [batch, num_heads, q_length, 1]; None for none.
+        scale: positive factor of query @ key.
+        softcap: None for none.
+        masking: which slots each query sees; no documents.
+        lengths: [batch] integers on the device, slots written; None for all.
+        block_table: [batch, pages of a row] int32; None for a contiguous cache.
+        tile: instead of the tuned one.
+        splits: instead of the tuned number.
+
+    Returns:
+        As `prefill.attend`.
+    """
+    batch, num_heads, q_length, width = query.shape
+    kv_heads, v_width = key.shape[1], value.shape[3]
+    page = key.shape[2] if block_table is not None else 1
+    kv_length = key.shape[2] if block_table is None else block_table.shape[1] * page
+    group = num_heads // kv_heads
+    query, key, value = rows_ready(query), rows_ready(key), rows_ready(value)
+    device = query.device
+    out = torch.empty(batch, q_length, num_heads, v_width, dtype=query.dtype, device=device)
+    lse = torch.empty(batch, num_heads, q_length, dtype=torch.float32, device=device)
+    if not out.numel():
+        return out, lse
+    widest = max(width, v_width)
+    tile = tile or tile_for(
+        "decode", capability_of(device), widest, query.element_size(), masking.is_windowed, q_length * group
+    )
+    block_m = _block_rows(q_length * group, widest, tile.rows)
+    blocks = ceil_div(q_length * group, block_m)
+    units = batch * kv_heads * blocks
+    if splits is None:
+        splits = splits_for(units, min(kv_length, masking.back + masking.ahead + q_length), tile, device)
+    partial = largest = total = arrivals = None
+    if splits > 1:
+        partial = torch.empty(units * splits * block_m * v_width, dtype=torch.float32, device=device)
+        largest = torch.empty(units * splits * block_m, dtype=torch.float32, device=device)
+        total = torch.empty_like(largest)
+        arrivals = counters.take(units, device)
+    d0, d1 = halves(width)
+    v0, v1 = halves(v_width)
+    with on_device_of(query):
+        # fmt: off
+        _decode[(splits * blocks, kv_heads, batch)](
+            query, key, value, sinks, out, lse, partial, largest, total, arrivals,
+            masking.origin, lengths, block_table, masking.chunk_start, bytes_of(masking.padding), bytes_of(masking.dense),
+            masking.bias,
+            *query.stride()[:3], *key.stride()[:3], *value.stride()[:3], *out.stride()[:3], *sink_strides(sinks),
+            *strides_of(masking.dense), *strides_of(masking.bias), origin_stride(masking.origin),
+            0 if block_table is None else block_table.stride(0),
+            q_length, kv_length, masking.q_origin, masking.kv_origin, masking.back, masking.ahead, masking.chunk,
+            scale * _LOG2E if softcap is None else scale, softcap or 1.0,
+            CHUNKED=masking.chunk > 0, CAPPED=softcap is not None, GROUP=group,
+            CLEAN_V=masking.padding is not None or masking.dense is not None, PAGE=page,
+            WIDTH=width, D0=d0, D1=d1, V_WIDTH=v_width, V0=v0, V1=v1,
+            BLOCK_M=block_m, BLOCK_N=tile.columns, STAGES=tile.stages, SPLITS=splits,
+            CHUNK=min(8, ceil_power_of_two(splits)), num_warps=tile.warps, num_stages=tile.stages, maxnreg=tile.registers,
+        )
+        # fmt: on
+    return out, lse
+
+
+def over_cache(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    lengths: Tensor,
+    sinks: Tensor | None,
+    scale: float,
+    *,
+    window: int | None = None,
+    softcap: float | None = None,
+    block_table: Tensor | None = None,
+    ring: bool = False,
+) -> tuple[Tensor, Tensor]:
+    """Decode over a cache whose rows have lengths of their own.
+
+    Args:
+        lengths: [batch] integers on the device: slots written, this call's queries included.
+        window: the last `window` tokens are visible, the query's own included; None for all.
+        block_table: as in `attend`.
+        ring: slots are in no order and every written one is visible (a sliding layer's ring buffer, one query).
+
+    Returns:
+        As `attend`.
+    """
+    if ring:
+        masking = Masking()
+    else:
+        back = UNLIMITED if window is None else window - 1
+        masking = Masking(q_origin=-query.shape[2], origin=lengths, back=back, ahead=0)
+    return attend(query, key, value, sinks, scale, softcap, masking, lengths, block_table)
