@@ -55,6 +55,7 @@ class Attention(nn.Module):
         self.sink_kind = self.finding.sink.kind
         self.sink_is_transformed = bool(self.finding.sink.transforms)
         source = self.finding.sink.source
+        self.sink_parameter = source or ""
         self._get_sink = operator.attrgetter(source) if source else None
         self.registered = registered_values(self)
         self._selected: dict[Needs, registry.Backend] = {}
@@ -185,12 +186,17 @@ def build_call(
     scale, query = _scale(attn, query, kwargs)
     if sink is not None and sink.dim() != 4:
         sink = sink.reshape(-1)
-    weights = bool(kwargs.get("output_attentions") or getattr(getattr(module, "config", None), "output_attentions", False))
     return AttentionCall(
         query=query, key=key, value=value, scale=scale, visibility=visibility, sinks=sink, bias=bias,
         softcap=kwargs.get("softcap"), dropout=(kwargs.get("dropout") or 0.0) if module.training else 0.0,
-        need_weights=weights,
+        need_weights=bool(kwargs.get("output_attentions")) or _config_wants_weights(module),
     )  # fmt: skip
+
+
+def _config_wants_weights(module: nn.Module) -> bool:
+    config = module.__dict__.get("config")
+    # A config's own attribute lookup costs more than the whole guard, and this runs in every layer of every forward.
+    return config is not None and bool(object.__getattribute__(config, "__dict__").get("_output_attentions"))
 
 
 def _scale(attn: Attention, query: Tensor, kwargs: dict[str, Any]) -> tuple[float, Tensor]:

@@ -30,6 +30,7 @@ IGNORABLE = frozenset(
 )  # fmt: skip
 """Keywords that do not change what attention computes: bookkeeping of the model around it."""
 
+_KNOWN = CONSUMED | IGNORABLE
 _REGISTERED = ("sliding_window", "softcap", "is_causal")
 
 
@@ -50,10 +51,9 @@ def check_sinks(module: nn.Module, attn: Attention, s_aux: Tensor | None) -> Non
     """
     kind = attn.sink_kind
     if kind is SinkKind.PER_HEAD:
-        registered = attn.sinks
-        if s_aux is registered and s_aux is not None:
-            return
-        _check_per_head(module, attn, s_aux, registered)
+        # The plain case, a parameter of the module itself, without the slower attribute lookup of nn.Module.
+        if s_aux is None or s_aux is not module._parameters.get(attn.sink_parameter):
+            _check_per_head(module, attn, s_aux, attn.sinks)
     elif kind is SinkKind.PER_TOKEN:
         if s_aux is None:
             raise SinkError(
@@ -74,6 +74,8 @@ def check_sinks(module: nn.Module, attn: Attention, s_aux: Tensor | None) -> Non
 
 def _check_per_head(module: nn.Module, attn: Attention, s_aux: Tensor | None, registered: Tensor | None) -> None:
     spec = attn.finding.sink
+    if s_aux is registered and s_aux is not None:
+        return
     if s_aux is None:
         raise SinkError(
             f"the sink {spec.source or spec.expression} is registered, but the call passes none",
@@ -122,14 +124,14 @@ def check_call(module: nn.Module, attn: Attention, kwargs: dict[str, Any]) -> No
         kwargs: every keyword of the interface call, None values included.
     """
     for name, value in kwargs.items():
-        if value is None or name in CONSUMED or name in IGNORABLE:
-            continue
-        raise CallError(f"the model passes {name}= to its attention, which no backend here applies", where=where(module, attn))
-    registered = attn.registered
-    for name in registered:
-        if name in kwargs and kwargs[name] != registered[name]:
+        if name not in _KNOWN and value is not None:
             raise CallError(
-                f"the call passes {name}={kwargs[name]!r}, but {registered[name]!r} is registered for this layer",
+                f"the model passes {name}= to its attention, which no backend here applies", where=where(module, attn)
+            )
+    for name, registered in attn.registered.items():
+        if name in kwargs and kwargs[name] != registered:
+            raise CallError(
+                f"the call passes {name}={kwargs[name]!r}, but {registered!r} is registered for this layer",
                 where=where(module, attn),
                 fix="adapt the model again after changing it",
             )

@@ -92,8 +92,14 @@ def _describe(layer: LayerReport) -> list[str]:
     verb = "ran" if layer.measured else "will run"
     chosen = ", ".join(f"{phase}: {name}" for phase, name in layer.backends.items()) or "chosen at the first call"
     lines.append(f"backend  {verb} {chosen}" if layer.backends else f"backend  {chosen}")
-    lines += [f"         not {name}: {'; '.join(reasons)}" for name, reasons in layer.refusals.items() if reasons]
-    return lines
+    return lines + _refused(layer.refusals)
+
+
+def _refused(refusals: dict[str, list[str]]) -> list[str]:
+    """One line for each backend that refused; those that are for another device together."""
+    elsewhere = [name for name, reasons in refusals.items() if len(reasons) == 1 and reasons[0].startswith("device ")]
+    lines = [f"         not {n}: {'; '.join(r)}" for n, r in refusals.items() if n not in elsewhere]
+    return lines + ([f"         for another device: {', '.join(elsewhere)}"] if elsewhere else [])
 
 
 def _short(where: str) -> str:
