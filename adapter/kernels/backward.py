@@ -93,6 +93,12 @@ def _deltas_of(
     return delta, d_sink.sum((0, 2)).to(sinks.dtype)
 
 
+def gradient_like(tensor: Tensor) -> Tensor:
+    """Room for a gradient, tokens outside heads: what projections read without a copy."""
+    batch, heads, length, width = tensor.shape
+    return tensor.new_empty(batch, length, heads, width).transpose(1, 2)
+
+
 def gradients(
     query: Tensor,
     key: Tensor,
@@ -120,7 +126,7 @@ def gradients(
         Gradients of query, key, value and sinks, each like its tensor.
     """
     query, key, value, d_out = rows_ready(query), rows_ready(key), rows_ready(value), rows_ready(d_out)
-    dq, dk, dv = torch.empty_like(query), torch.empty_like(key), torch.empty_like(value)
+    dq, dk, dv = gradient_like(query), gradient_like(key), gradient_like(value)
     with on_device_of(query):
         delta, d_sinks = _deltas_of(out, d_out, lse, d_lse, sinks)
         _run_keys(query, key, value, d_out, lse, delta, dk, dv, scale, softcap, masking, kv_tile)
