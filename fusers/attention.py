@@ -25,7 +25,7 @@ from .outcome import ORDER_DIFFERS, classify
 from .resolve import Resolver
 from .sinks import SINK_KEYWORDS, sink_of
 from .source import forward_function, read_function
-from .values import is_number
+from .values import is_number, same
 
 _NO_SCALE = Value(Status.ABSENT, reason="no scale is passed, and the default differs between attention functions")
 TENSORS = frozenset({"module", "query", "key", "value", "attention_mask"})
@@ -140,7 +140,7 @@ def _agreed(name: str, calls: tuple[InterfaceCall, ...], resolver: Resolver) -> 
     for value in values:
         if value.status is Status.DYNAMIC:
             return value
-        if type(value.value) is not type(first.value) or value.value != first.value:
+        if value.value is not first.value and not same(value.value, first.value):
             texts = " and ".join(dict.fromkeys(str(v.expression) for v in values))
             return Value(Status.DYNAMIC, first.expression, reason=f"the calls pass different values: {texts}")
     if any(argument is not None and argument.positional for argument in given):

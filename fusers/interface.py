@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import functools
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass
 from types import FunctionType
 from typing import Any
@@ -73,11 +74,13 @@ class _Finder:
         self._doubts: list[str] = []
         self._imports = [node for node in flow.nodes if isinstance(node, ast.ImportFrom)]
         self._names: frozenset[str] = frozenset()
+        self._tables: frozenset[str] = frozenset()
 
     def run(self) -> Calls:
         if self._kind is None:
             return Calls((), ())
-        self._names = self._interface_names()
+        self._tables = self._spread_over_locals("_tables", self._is_table)
+        self._names = self._spread_over_locals("_names", self._is_interface)
         calls = []
         for node in self._flow.nodes:
             if isinstance(node, ast.expr) and self._is_interface(node):
@@ -86,22 +89,22 @@ class _Finder:
         calls.sort(key=lambda call: call.line)
         return Calls(tuple(calls), tuple(dict.fromkeys(self._doubts)))
 
-    def _interface_names(self) -> frozenset[str]:
-        """The locals that hold the interface's function after any of their assignments, also by way of other locals."""
+    def _spread_over_locals(self, field: str, holds: Callable[[ast.expr], bool]) -> frozenset[str]:
+        """The locals for which `holds` is true after any of their assignments, also by way of other locals."""
+        names = {n.id for n in self._flow.nodes if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store)}
         found: frozenset[str] = frozenset()
-        assigned = {n.id for n in self._flow.nodes if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store)}
         while True:
-            self._names = found
-            more = {name for name in assigned if any(map(self._is_interface, self._flow.bindings(name)))}
+            setattr(self, field, found)
+            more = {name for name in names if any(map(holds, self._flow.bindings(name)))}
             if more <= found:
                 return found
             found = found | more
 
     def _is_table(self, node: ast.expr) -> bool:
         if isinstance(node, ast.Name):
-            if any(self._is_table(bound) for bound in self._flow.bindings(node.id) if bound is not node):
+            if node.id in self._tables or self._imported(node.id):
                 return True
-            return self._imported(node.id) or _is_table(_outer(self._function, node.id), self._require())
+            return not self._flow.bindings(node.id) and _is_table(_outer(self._function, node.id), self._require())
         if isinstance(node, ast.Call):
             return self._live(node.func) is self._kind
         if isinstance(node, ast.Attribute):
@@ -204,13 +207,12 @@ class _Finder:
     def _partials(self, function: ast.expr) -> list[ast.Call]:
         """The partial applications around the interface's function, the innermost first."""
         if isinstance(function, ast.Name):
-            bindings = [b for b in self._flow.bindings(function.id) if self._is_interface(b)]
-            wrapped = [b for b in bindings if self._is_partial(b)]
-            if not wrapped:
-                return self._partials(bindings[0]) if isinstance(bindings[0], ast.Name) else []
-            if len(bindings) > 1:
+            reach = self._flow.reach(function.id, function)
+            if isinstance(reach, Bound):
+                return self._partials(reach.expression)
+            if any(self._is_partial(bound) for bound in self._flow.bindings(function.id)):
                 self._doubts.append(f"{function.id!r} is a partial application on some paths only")
-            return self._partials(wrapped[0])
+            return []
         if isinstance(function, ast.Call) and self._is_partial(function):
             return [*self._partials(function.args[0]), function]
         inner = [n for n in ast.walk(function) if n is not function and isinstance(n, ast.expr) and self._is_partial(n)]

@@ -32,6 +32,8 @@ def read(owner: Any, name: str) -> Any:
     """
     if isinstance(owner, ModuleType):
         return _of_python_module(owner, name)
+    if isinstance(owner, type):
+        return _plain_member(owner, inspect.getattr_static(owner, name, MISSING), name)
     name = _renamed(owner, name)
     on_class = inspect.getattr_static(type(owner), name, MISSING)
     if on_class is not MISSING and hasattr(type(on_class), "__set__"):
@@ -83,8 +85,12 @@ def _described(owner: Any, found: Any, name: str) -> Any:
     getter = found.fget if isinstance(found, property) else getattr(found, "func", None)
     if isinstance(found, (property, functools.cached_property)) and isinstance(getter, FunctionType):
         return Computed(getter)
+    return _plain_member(type(owner), found, name)
+
+
+def _plain_member(cls: type, found: Any, name: str) -> Any:
     if hasattr(type(found), "__get__"):
-        raise Unknown(f"{type(owner).__name__}.{name} is a {type(found).__name__}")
+        raise Unknown(f"{cls.__name__}.{name} is a {type(found).__name__}")
     return found
 
 

@@ -216,7 +216,7 @@ class Resolver:
         if name in self._flow.written_attributes or "*" in self._flow.written_attributes:
             raise Unknown(f"the forward itself assigns the attribute {name!r}")
         if isinstance(owner, Symbol):
-            return Symbol(f"{owner.text}.{name}", owner.exact)
+            return Symbol(f"{owner.text}.{name}", owner.exact or name not in RESHAPES)
         if isinstance(owner, TensorRef):
             return of_tensor(owner, name)
         if not isinstance(owner, Live):
