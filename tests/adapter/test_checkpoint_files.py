@@ -213,7 +213,7 @@ HOSTILE: dict[str, Case] = {
     "one key, two values": (two_values, errors.DuplicateTensorError, (ONE, TWO, SINK)),
     "one key, two shapes": (two_shapes, errors.DuplicateTensorError, (ONE, TWO, SINK)),
     "duplicate header key": (duplicate_header_key, HEADER, (SAFE, SINK, "duplicate")),
-    "empty file": (raw_file(b""), HEADER, (SAFE, "0 bytes")),
+    "empty file": (raw_file(b""), HEADER, (SAFE, "0 bytes: too few")),
     "LFS pointer": (raw_file(b"version https://git-lfs.github.com/spec/v1\n"), HEADER, (SAFE, "git lfs pull")),
     "huge header": (raw_file((100_000_001).to_bytes(8, "little")), HEADER, (SAFE, "over 100 MB")),
     "truncated header": (raw_file((100).to_bytes(8, "little") + b"{}"), HEADER, (SAFE, "truncated")),

@@ -207,3 +207,8 @@ def test_files_per_rank_may_share_keys(tmp_path: Path, monkeypatch: pytest.Monke
     monkeypatch.setattr("adapter.checkpoint.weights._LOADS_RANK_FILES", False)
     with pytest.raises(errors.WeightsFileError):
         check_checkpoint(tmp_path, use_safetensors=None)
+
+
+def test_a_header_may_fill_the_file(tmp_path: Path) -> None:
+    write_raw(tmp_path / SAFE, {"empty": entry([0], 0)})
+    assert check_checkpoint(tmp_path, use_safetensors=None).tensors["empty"].shape == (0,)
