@@ -42,7 +42,7 @@ def forward_function(cls: type) -> FunctionType:
         if id(function) in seen:
             raise SourceError("the forward's __wrapped__ chain is a cycle", where=_name(cls))
         seen.add(id(function))
-        inner = inspect.getattr_static(function, "__wrapped__", None)
+        inner = getattr(function, "__dict__", {}).get("__wrapped__")
         if inner is None:
             break
         function = inner

@@ -29,7 +29,7 @@ def eager(module, query, key, value, attention_mask, scaling, dropout=0.0, **kwa
     return query, None
 """
 
-LOOKUP = "attention_interface = ALL_ATTENTION_FUNCTIONS.get_interface(self.config._attn_implementation, eager)"
+LOOKUP = "attend = ALL_ATTENTION_FUNCTIONS.get_interface(self.config._attn_implementation, eager)"
 QKV = "self, q, k, v, attention_mask"
 
 _count = itertools.count()
@@ -95,4 +95,4 @@ def write_class(folder: Path, body: str, members: str = "", arguments: str = "")
 
 def write_call(folder: Path, keywords: str, before: str = "pass", members: str = "") -> type[nn.Module]:
     """A class with one ordinary call of the interface that passes `keywords`."""
-    return write_class(folder, f"{before}\n{LOOKUP}\nreturn attention_interface({QKV}, {keywords})", members)
+    return write_class(folder, f"{before}\n{LOOKUP}\nreturn attend({QKV}, {keywords})", members)

@@ -86,7 +86,7 @@ PER_HEAD = {
     "attribute": ("s_aux=self.sinks", "sinks", ()),
     "cast": ("s_aux=self.sinks.to(q.dtype)", "sinks", ("to",)),
     "view": ("s_aux=self.sinks.view(1, -1, 1, 1)", "sinks", ("view",)),
-    "chain": ("s_aux=self.sinks.float().reshape(1, -1, 1, 1).expand(2, -1, 3, -1)", "sinks", ("float", "reshape", "expand")),
+    "chain": ("s_aux=self.sinks.float().reshape(1, -1).expand(2, -1)", "sinks", ("float", "reshape", "expand")),
     "axes": ("s_aux=self.sinks[None, :, None, None]", "sinks", ("unsqueeze",)),
     "function": ("s_aux=torch.reshape(self.sinks, (1, -1, 1, 1))", "sinks", ("reshape",)),
     "getattr": ("s_aux=getattr(self, 'sinks', None)", "sinks", ()),
@@ -211,7 +211,8 @@ def test_a_sink_keyword_named_otherwise_may_be_none(tmp_path: Path) -> None:
     assert AttentionFuser().validate(write_call(tmp_path, "scaling=1.0, attn_sink=None")()).sink is NO_SINK
 
 
-TAIL = f"{QKV}, scaling=self.scaling, s_aux=self.sinks"
+PASSED = "scaling=self.scaling, s_aux=self.sinks"
+TAIL = f"{QKV}, {PASSED}"
 LOOKUPS = {
     "inline": f"return ALL_ATTENTION_FUNCTIONS['sdpa']({TAIL})",
     "inline interface": f"return ALL_ATTENTION_FUNCTIONS.get_interface('sdpa', eager)({TAIL})",
@@ -229,17 +230,18 @@ LOOKUPS = {
     "walrus": f"return (f := ALL_ATTENTION_FUNCTIONS['sdpa'])({TAIL})",
     "renamed": f"f = ALL_ATTENTION_FUNCTIONS['sdpa']\ng = f\nreturn g({TAIL})",
     "partial": f"f = partial(ALL_ATTENTION_FUNCTIONS['sdpa'], {QKV}, scaling=self.scaling)\nreturn f(s_aux=self.sinks)",
-    "inline partial": f"{LOOKUP}\nreturn functools.partial(attention_interface, self, scaling=self.scaling)(q, k, v, s_aux=self.sinks)",
-    "renamed partial": f"{LOOKUP}\nf = partial(attention_interface, {TAIL})\ng = f\nreturn g()",
-    "unpacked": f"{LOOKUP}\nqkv = (q, k, v)\nreturn attention_interface(self, *qkv, scaling=self.scaling, s_aux=self.sinks)",
-    "comprehension": f"{LOOKUP}\nreturn [attention_interface(self, x, k, v, scaling=self.scaling, s_aux=self.sinks) for x in q]",
-    "loop": f"{LOOKUP}\nfor x in q:\n    y = attention_interface(self, x, k, v, scaling=self.scaling, s_aux=self.sinks)\nreturn y",
-    "keywords only": f"{LOOKUP}\nreturn attention_interface(module=self, query=q, key=k, value=v, scaling=self.scaling, s_aux=self.sinks)",
-    "nested function": f"{LOOKUP}\ndef attend(x):\n    return attention_interface(self, x, k, v, scaling=self.scaling, s_aux=self.sinks)\nreturn attend(q)",
-    "lambda": f"{LOOKUP}\nreturn (lambda x: attention_interface(self, x, k, v, scaling=self.scaling, s_aux=self.sinks))(q)",
+    "inline partial": f"{LOOKUP}\nreturn functools.partial(attend, self, scaling=self.scaling)(q, k, v, "
+    "s_aux=self.sinks)",
+    "renamed partial": f"{LOOKUP}\nf = partial(attend, {TAIL})\ng = f\nreturn g()",
+    "unpacked": f"{LOOKUP}\nqkv = (q, k, v)\nreturn attend(self, *qkv, {PASSED})",
+    "comprehension": f"{LOOKUP}\nreturn [attend(self, x, k, v, {PASSED}) for x in q]",
+    "loop": f"{LOOKUP}\nfor x in q:\n    y = attend(self, x, k, v, {PASSED})\nreturn y",
+    "keywords only": f"{LOOKUP}\nreturn attend(module=self, query=q, key=k, value=v, {PASSED})",
+    "nested function": f"{LOOKUP}\ndef inner(x):\n    return attend(self, x, k, v, {PASSED})\nreturn inner(q)",
+    "lambda": f"{LOOKUP}\nreturn (lambda x: attend(self, x, k, v, {PASSED}))(q)",
     "tuple": f"f, g = ALL_ATTENTION_FUNCTIONS['sdpa'], 1\nreturn f({TAIL})",
-    "two calls": f"{LOOKUP}\na = attention_interface({TAIL})\nreturn a, attention_interface({TAIL})",
-    "compared": f"{LOOKUP}\nif attention_interface is not eager:\n    print(attention_interface.__name__)\nreturn attention_interface({TAIL})",
+    "two calls": f"{LOOKUP}\na = attend({TAIL})\nreturn a, attend({TAIL})",
+    "compared": f"{LOOKUP}\nif attend is not eager:\n    print(attend.__name__)\nreturn attend({TAIL})",
 }  # fmt: skip
 
 
@@ -254,19 +256,20 @@ def test_lookup_of_the_interface(tmp_path: Path, spelling: str) -> None:
 
 
 HIDDEN = {
-    "handed on": f"{LOOKUP}\nreturn self.run(attention_interface, {TAIL})",
-    "returned": f"{LOOKUP}\nreturn attention_interface",
+    "handed on": f"{LOOKUP}\nreturn self.run(attend, {TAIL})",
+    "returned": f"{LOOKUP}\nreturn attend",
     "kept": f"self.f = ALL_ATTENTION_FUNCTIONS['sdpa']\nreturn self.f({TAIL})",
     "in a list": f"fs = [ALL_ATTENTION_FUNCTIONS['sdpa']]\nreturn fs[0]({TAIL})",
-    "unpacked list": f"{LOOKUP}\nreturn attention_interface(self, *q, **self.options)",
-    "partial on some paths": f"{LOOKUP}\nif q.any():\n    attention_interface = partial(attention_interface, scaling=1.0)\nreturn attention_interface({QKV})",
-    "chosen partial": f"{LOOKUP}\nreturn (partial(attention_interface, scaling=1.0) if q.any() else eager)({QKV})",
-    "computed keyword": f"{LOOKUP}\nreturn attention_interface({QKV}, **{{self.name: self.sinks}})",
-    "keyword put in": f"kwargs['s_aux'] = self.sinks\n{LOOKUP}\nreturn attention_interface({QKV}, **kwargs)",
-    "keyword updated": f"kwargs.update(s_aux=self.sinks)\n{LOOKUP}\nreturn attention_interface({QKV}, **kwargs)",
-    "keywords replaced": f"kwargs = self.options\n{LOOKUP}\nreturn attention_interface({QKV}, **kwargs)",
-    "dict with unknown": f"{LOOKUP}\nreturn attention_interface({QKV}, **dict(**self.options))",
-    "literal with unknown": f"{LOOKUP}\nreturn attention_interface({QKV}, **{{**self.options}})",
+    "unpacked list": f"{LOOKUP}\nreturn attend(self, *q, **self.options)",
+    "partial on some paths": f"{LOOKUP}\nif q.any():\n    attend = partial(attend, scaling=1.0)\nreturn "
+    f"attend({QKV})",
+    "chosen partial": f"{LOOKUP}\nreturn (partial(attend, scaling=1.0) if q.any() else eager)({QKV})",
+    "computed keyword": f"{LOOKUP}\nreturn attend({QKV}, **{{self.name: self.sinks}})",
+    "keyword put in": f"kwargs['s_aux'] = self.sinks\n{LOOKUP}\nreturn attend({QKV}, **kwargs)",
+    "keyword updated": f"kwargs.update(s_aux=self.sinks)\n{LOOKUP}\nreturn attend({QKV}, **kwargs)",
+    "keywords replaced": f"kwargs = self.options\n{LOOKUP}\nreturn attend({QKV}, **kwargs)",
+    "dict with unknown": f"{LOOKUP}\nreturn attend({QKV}, **dict(**self.options))",
+    "literal with unknown": f"{LOOKUP}\nreturn attend({QKV}, **{{**self.options}})",
 }  # fmt: skip
 
 
