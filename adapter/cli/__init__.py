@@ -1,0 +1,12 @@
+"""The command `sinkhold`: one file for each command."""
+
+from __future__ import annotations
+
+from .app import app
+
+__all__ = ["app", "main"]
+
+
+def main() -> None:
+    """Run the command line; exits with a code of `adapter.cli.console.ExitCode`."""
+    app()
