@@ -20,7 +20,7 @@ from .checkpoint import check_sink_values
 from .errors import AdaptError, RefusedError
 from .interface import IMPLEMENTATION
 from .recording import record
-from .report import Report, report_of
+from .report import Report, expected_needs, report_of
 
 Model = TypeVar("Model", bound=nn.Module)
 
@@ -102,6 +102,9 @@ def _adapt(model: nn.Module, backend: str, recording: bool | None, undo: list[Ca
         sinks = attn.sinks
         if sinks is not None:
             check_sink_values([(f"{path}.{finding.sink.source}", sinks)])
+        if backend != registry.AUTO and not any(p.is_meta for p in module.parameters()):
+            for needs in expected_needs(attn):
+                registry.select(backend, needs)
     for config in _configs(model, layers):
         previous = config._attn_implementation_internal
         undo.append(lambda config=config, previous=previous: _set_implementation(config, previous))

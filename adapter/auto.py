@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any, ClassVar
 
+import torch
 import transformers
 from torch import nn
 from transformers import PreTrainedModel
@@ -13,7 +14,8 @@ from fusers.base import SinkKind
 
 from .adapt import adapt, find_layers
 from .backends import registry
-from .checkpoint import check_checkpoint, check_loading_info
+from .checkpoint import CheckpointSummary, check_checkpoint, check_loading_info, check_renamed_sinks
+from .checkpoint.errors import SinkShapeError
 from .errors import AdaptError
 from .interface import IMPLEMENTATION
 
@@ -50,12 +52,29 @@ class _AutoAdapter:
         _check_implementation(kwargs)
         if backend != registry.AUTO:
             registry.get(backend)
-        _check_folder(path, kwargs)
+        summary = _check_folder(path, kwargs)
         wants_info = kwargs.pop("output_loading_info", False)
-        model, info = cls.auto.from_pretrained(path, *model_args, output_loading_info=True, **kwargs)
-        check_loading_info(info, sink_names(model), allow_missing_sinks)
+        model, info = cls._load(path, model_args, kwargs, summary)
+        check_loading_info(info, sink_names(model), allow_missing_sinks, model_keys=model.state_dict().keys())
+        if summary is not None:
+            check_renamed_sinks(summary, model, key_mapping=kwargs.get("key_mapping"))
         adapt(model, backend)
         return (model, info) if wants_info else model
+
+    @classmethod
+    def _load(
+        cls, path: str, model_args: tuple[Any, ...], kwargs: dict[str, Any], summary: CheckpointSummary | None
+    ) -> tuple[Any, dict[str, Any]]:
+        try:
+            loaded: tuple[Any, dict[str, Any]] = cls.auto.from_pretrained(
+                path, *model_args, output_loading_info=True, **kwargs
+            )
+        except RuntimeError as error:
+            # transformers reports shapes that do not fit without naming the tensor; a sink's is worth naming.
+            if summary is not None:
+                _check_sink_shapes(cls.auto, path, kwargs, summary, error)
+            raise
+        return loaded
 
     @classmethod
     def from_config(cls, config: Any, *, backend: str = registry.AUTO, **kwargs: Any) -> Any:
@@ -76,15 +95,33 @@ def _check_implementation(kwargs: dict[str, Any]) -> None:
         )
 
 
-def _check_folder(path: str, kwargs: dict[str, Any]) -> None:
+def _check_folder(path: str, kwargs: dict[str, Any]) -> CheckpointSummary | None:
     folder = Path(path)
-    if folder.is_dir():
-        check_checkpoint(
-            folder,
-            use_safetensors=kwargs.get("use_safetensors"),
-            subfolder=kwargs.get("subfolder") or "",
-            variant=kwargs.get("variant"),
-        )
+    if not folder.is_dir() or kwargs.get("gguf_file") is not None or kwargs.get("state_dict") is not None:
+        return None
+    return check_checkpoint(
+        folder,
+        use_safetensors=kwargs.get("use_safetensors"),
+        subfolder=kwargs.get("subfolder") or "",
+        variant=kwargs.get("variant"),
+    )
+
+
+def _check_sink_shapes(
+    auto: Any, path: str, kwargs: dict[str, Any], summary: CheckpointSummary, error: RuntimeError
+) -> None:
+    """Raise SinkShapeError, from `error`, for the first sink whose stored shape is not the model's."""
+    config = kwargs.get("config") or transformers.AutoConfig.from_pretrained(path, **_config_keywords(kwargs))
+    with torch.device("meta"):
+        model = auto.from_config(config)
+    renamed = check_renamed_sinks(summary, model, key_mapping=kwargs.get("key_mapping"))
+    for key, name in renamed.items():
+        stored = tuple(summary.tensors[key].shape)
+        expected = tuple(model.get_parameter(name).shape) if name in sink_names(model) else stored
+        if stored != expected:
+            raise SinkShapeError(
+                f"the sink {key!r} is {list(stored)} in the checkpoint and {list(expected)} in the model", where=str(summary.folder)
+            ) from error
 
 
 def sink_names(model: nn.Module) -> set[str]:

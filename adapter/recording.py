@@ -42,12 +42,12 @@ def _obstacle(model: nn.Module) -> str | None:
     parameters = list(model.parameters())
     if not parameters:
         return "the model has no parameters"
+    if any(hasattr(m, "_hf_hook") for m in model.modules()):
+        return "weights dispatched or offloaded by accelerate"
     if any(p.is_meta for p in parameters):
         return "weights on the meta device"
     if any(hasattr(p, "device_mesh") for p in parameters):
         return "sharded weights"
-    if any(hasattr(m, "_hf_hook") for m in model.modules()):
-        return "weights dispatched or offloaded by accelerate"
     if len({p.device for p in parameters}) > 1:
         return "weights on several devices"
     return None
