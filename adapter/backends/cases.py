@@ -212,12 +212,14 @@ def _variations(device: str) -> Iterator[Case]:
                 yield replace(base, features=base.features | train)
     plain = Case(Feature.CAUSAL | sink | train, 70, 70, device=device)
     decode = Case(Feature.CAUSAL | sink, 1, 33, 32, device=device)
-    for base in (plain, decode, replace(plain, features=plain.features | Feature.WINDOW)):
-        yield from _axes(base)
+    for base in (plain, decode):
+        yield from _geometries(base)
+        yield from _sink_levels(base)
+    yield from _sink_levels(replace(plain, features=plain.features | Feature.WINDOW))
     yield replace(plain, features=plain.features | Feature.BIAS | Feature.BIAS_GRADIENT)
 
 
-def _axes(base: Case) -> Iterator[Case]:
+def _geometries(base: Case) -> Iterator[Case]:
     yield replace(base, dtype=torch.float64)
     yield replace(base, dtype=torch.float16)
     for dtype in (torch.float32, torch.bfloat16):
@@ -225,13 +227,16 @@ def _axes(base: Case) -> Iterator[Case]:
             yield replace(base, dtype=dtype, num_heads=num_heads, num_kv_heads=num_kv_heads)
         for qk, v in _HEAD_DIMS:
             yield replace(base, dtype=dtype, qk_head_dim=qk, v_head_dim=v)
+    for window in (1, 32, base.kv_length, 2 * base.kv_length):
+        yield replace(base, features=base.features | Feature.WINDOW, window=window)
+    if base.q_length < base.kv_length:
+        yield replace(base, kv_length=base.kv_length + 7, poisoned=True)
+
+
+def _sink_levels(base: Case) -> Iterator[Case]:
     for sinks in SINKS[1:]:
         features = base.features
         if sinks == "none":
             features &= ~(Feature.SINK_PER_HEAD | Feature.SINK_GRADIENT)
         yield replace(base, sinks=sinks, features=features, num_heads=8)
     yield replace(base, features=(base.features & ~Feature.SINK_PER_HEAD) | Feature.SINK_PER_TOKEN)
-    for window in (1, 32, base.kv_length, 2 * base.kv_length):
-        yield replace(base, features=base.features | Feature.WINDOW, window=window)
-    if base.q_length < base.kv_length:
-        yield replace(base, kv_length=base.kv_length + 7, poisoned=True)

@@ -52,11 +52,11 @@ def load(name: str) -> Any:
     where = f"{plugin.distribution} {plugin.version}, {plugin.target}"
     try:
         backend = _found()[name].load()
+        backend = backend() if isinstance(backend, type) else backend
     except Exception as error:
         raise BackendError(f"backend {name!r} cannot be loaded: {error!r}", where=where) from error
-    backend = backend() if isinstance(backend, type) else backend
     lacking = [a for a in ("name", "capability", "unavailable", "attend") if not hasattr(backend, a)]
-    if lacking or backend.name != name:
+    if lacking or getattr(backend, "name", "") != name:
         what = f"lacks {', '.join(lacking)}" if lacking else f"calls itself {backend.name!r}"
         raise BackendError(f"the entry point {name!r} is not a backend: it {what}", where=where)
     return backend

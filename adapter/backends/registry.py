@@ -103,7 +103,7 @@ def refusals(name: str, needs: Needs) -> list[str]:
     try:
         backend = get(name)
     except BackendError as error:
-        if name in _BUILT_IN:
+        if name in names():
             return [error.what]
         raise
     reason = backend.unavailable()

@@ -1,4 +1,4 @@
-"""A second reference, written apart from the first: attention and its gradients as sums over single numbers, in numpy."""
+"""A second reference, written apart from the first: attention and its gradients as sums over single numbers."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def attend(query, key, value, scale, visible, sinks, softcap=None, bias=None):
 
 
 def gradients(query, key, value, scale, visible, sinks, upstream):
-    """Gradients of sum(output * upstream) for query, key, value and sinks [B, H, Q], by the chain rule on each weight."""
+    """Gradients of sum(output * upstream) for query, key, value and sinks [B, H, Q], weight by weight."""
     dq, dk, dv, ds = (np.zeros_like(t) for t in (query, key, value, sinks))
     group = query.shape[1] // key.shape[1]
     for b, h, i in np.ndindex(*query.shape[:3]):

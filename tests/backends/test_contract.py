@@ -20,7 +20,7 @@ def _grid(names, device):
     ]
 
 
-@pytest.mark.parametrize(("name", "case"), _grid(("eager", "sdpa"), "cpu"))
+@pytest.mark.parametrize(("name", "case"), [*_grid(("sdpa",), "cpu"), *_grid(("eager",), "cpu")[::5]])
 def test_contract_on_the_cpu(name, case):
     contract.check(registry.get(name), case)
 
