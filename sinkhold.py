@@ -1,4 +1,4 @@
-"""The command `sinkhold`, under a name that no other package has: it makes sure that `adapter` is this project's own."""
+"""The command `sinkhold`, under a name that no other package has: it makes sure that `adapter` is this project's."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ def _own_adapter() -> None:
         return
     found = (spec.origin or ", ".join(map(str, folders))) if spec is not None else "nothing"
     raise ImportError(
-        f"sinkhold needs its own package 'adapter' beside {here}, but Python finds {found}. Rename or move what is in the "
-        "way, start Python from another folder, or uninstall the package it belongs to (pip uninstall NAME), then install "
-        "sinkhold again."
+        f"sinkhold needs its own package 'adapter' beside {here}, but Python finds {found}. Rename or move what is in "
+        "the way, start Python from another folder, or uninstall the package it belongs to (pip uninstall NAME), then "
+        "install sinkhold again."
     )
 
 

@@ -1,7 +1,7 @@
 """Reads commands and code blocks out of README.md and docs/, so that CI runs exactly what people read.
 
-    readme.py commands test|run   prints the shell lines of the block whose info string says so
-    readme.py blocks              runs every ```python block of README.md and docs/, each file in one process
+readme.py commands test|run   prints the shell lines of the block whose info string says so
+readme.py blocks              runs every ```python block of README.md and docs/, each file in one process
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def commands(label: str) -> str:
 
 
 def run_blocks() -> int:
-    """Run each file's python blocks in order in one process; blocks marked `.norun` are left out. Returns the failures."""
+    """Run each file's python blocks in order in one process, those marked `.norun` left out; returns the failures."""
     failures = 0
     for path in [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]:
         code = "\n".join(c for info, c in blocks(path, "python") if ".norun" not in info)

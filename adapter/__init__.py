@@ -1,4 +1,7 @@
-"""Hugging Face models with attention sinks, run correctly and fast. Importing it makes `attn_implementation="sinkhold"` known."""
+"""Hugging Face models with attention sinks, run correctly and fast.
+
+Importing it makes `attn_implementation="sinkhold"` known to transformers.
+"""
 
 from __future__ import annotations
 

@@ -20,7 +20,9 @@ def check(name: str, expected: Path) -> None:
     folders = [Path(p).resolve() for p in (spec.submodule_search_locations or ())] if spec is not None else []
     if expected.resolve() in folders:
         return
-    found = (spec.origin or ", ".join(map(str, folders)) or "a module without a file") if spec is not None else "nothing"
+    found = (
+        (spec.origin or ", ".join(map(str, folders)) or "a module without a file") if spec is not None else "nothing"
+    )
     raise ImportError(
         f"sinkhold needs its own package {name!r} in {expected}, but Python finds {found}. "
         f"A foreign {name!r} is in the way: {_REMEDY}."

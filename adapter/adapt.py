@@ -6,6 +6,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, TypeVar
 
 from torch import nn
@@ -107,11 +108,11 @@ def _adapt(model: nn.Module, backend: str, recording: bool | None, undo: list[Ca
                 registry.select(backend, needs)
     for config in _configs(model, layers):
         previous = config._attn_implementation_internal
-        undo.append(lambda config=config, previous=previous: _set_implementation(config, previous))
+        undo.append(partial(_set_implementation, config, previous))
         state.implementations.append((config, previous))
         _set_implementation(config, IMPLEMENTATION)
     model.__dict__[_STATE] = state
-    undo.append(lambda: model.__dict__.pop(_STATE, None) and None)
+    undo.append(partial(_forget, model.__dict__, _STATE))
     state.recording = record(model, layers, recording)
     return report_of(model, backend, state.recording)
 
@@ -131,9 +132,13 @@ def _put(
         raise AdaptError(f"both {' and '.join(NAMES)} are taken", where=f"{path}, {finding.attention.where}")
     attn = Attention(module, finding, backend, path)
     attn.train(module.training)
-    undo.append(lambda: module._modules.pop(name, None) and None)
+    undo.append(partial(_forget, module._modules, name))
     module.add_module(name, attn)
     return attn
+
+
+def _forget(names: dict[str, Any], name: str) -> None:
+    names.pop(name, None)
 
 
 def _set_implementation(config: PreTrainedConfig, implementation: Any) -> None:

@@ -27,7 +27,8 @@ class _AutoAdapter:
 
     def __init__(self) -> None:
         raise OSError(
-            f"{type(self).__name__} is not made by its constructor: use {type(self).__name__}.from_pretrained(...) or .from_config(...)"
+            "it is not made by its constructor: "
+            f"use {type(self).__name__}.from_pretrained(...) or {type(self).__name__}.from_config(...)"
         )
 
     @classmethod
@@ -43,7 +44,8 @@ class _AutoAdapter:
             kwargs: everything that transformers' `from_pretrained` takes, handed on unchanged.
 
         Returns:
-            The adapted model; with `output_loading_info=True` the pair of model and loading info, as transformers gives it.
+            The adapted model; with `output_loading_info=True` the pair of model and loading info that
+            transformers gives.
 
         Raises:
             CheckpointError: the checkpoint must not be loaded as it is.
@@ -120,7 +122,8 @@ def _check_sink_shapes(
         expected = tuple(model.get_parameter(name).shape) if name in sink_names(model) else stored
         if stored != expected:
             raise SinkShapeError(
-                f"the sink {key!r} is {list(stored)} in the checkpoint and {list(expected)} in the model", where=str(summary.folder)
+                f"the sink {key!r} is {list(stored)} in the checkpoint and {list(expected)} in the model",
+                where=str(summary.folder),
             ) from error
 
 
@@ -170,7 +173,9 @@ class AutoModelForImageTextToText(_AutoAdapter):
     auto = transformers.AutoModelForImageTextToText
 
 
-def from_pretrained(path: str, *model_args: Any, **kwargs: Any) -> PreTrainedModel | tuple[PreTrainedModel, dict[str, Any]]:
+def from_pretrained(
+    path: str, *model_args: Any, **kwargs: Any
+) -> PreTrainedModel | tuple[PreTrainedModel, dict[str, Any]]:
     """Load with the Auto class that the checkpoint's own `architectures` entry names, and adapt the model."""
     config = kwargs.get("config") or transformers.AutoConfig.from_pretrained(path, **_config_keywords(kwargs))
     architecture = next(iter(getattr(config, "architectures", None) or []), "")
@@ -182,8 +187,8 @@ def from_pretrained(path: str, *model_args: Any, **kwargs: Any) -> PreTrainedMod
         ("Model", AutoModel),
     ):
         if architecture.endswith(suffix):
-            return auto.from_pretrained(path, *model_args, **kwargs)  # type: ignore[no-any-return]
-    return AutoModelForCausalLM.from_pretrained(path, *model_args, **kwargs)  # type: ignore[no-any-return]
+            return auto.from_pretrained(path, *model_args, **kwargs)
+    return AutoModelForCausalLM.from_pretrained(path, *model_args, **kwargs)
 
 
 def _config_keywords(kwargs: dict[str, Any]) -> dict[str, Any]:

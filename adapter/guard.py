@@ -1,4 +1,4 @@
-"""The guard: whatever a model hands to its attention is applied, equal to what is registered, or an error. Costs no sync."""
+"""The guard: what a model hands to its attention is applied, equal to what is registered, or an error."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ def _check_per_head(module: nn.Module, attn: Attention, s_aux: Tensor | None, re
             f"the call passes {s_aux.numel()} sinks, but {registered.numel()} are registered ({spec.source})",
             where=where(module, attn),
         )
-    # A sink that is reshaped or cast on its way is another tensor each time; its values were compared when it was attached.
+    # A sink that is reshaped or cast on its way is another tensor each time; its values are compared at the first call.
     if not attn.sink_is_transformed and not _same_storage(s_aux, registered):
         raise SinkError(
             f"the call passes another tensor than the registered sink {spec.source}",

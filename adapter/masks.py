@@ -36,9 +36,7 @@ class _Unclassified(Exception):
 
 
 def _cells(function: MaskFunction) -> dict[str, Any]:
-    return dict(
-        zip(function.__code__.co_freevars, (c.cell_contents for c in function.__closure__ or ()), strict=True)
-    )
+    return dict(zip(function.__code__.co_freevars, (c.cell_contents for c in function.__closure__ or ()), strict=True))
 
 
 def _tighter(a: int | None, b: int | None) -> int | None:
@@ -55,7 +53,7 @@ def _merge(a: dict[str, Any], b: dict[str, Any]) -> dict[str, Any]:
 
 
 def classify(function: MaskFunction) -> dict[str, Any]:
-    """The Visibility fields that a transformers mask function stands for; raises _Unclassified for any other function."""
+    """The Visibility fields that a mask function of transformers stands for; raises _Unclassified for any other."""
     if function is hf.causal_mask_function:
         return {"right": 0}
     if function is hf.bidirectional_mask_function:
@@ -81,7 +79,7 @@ def classify(function: MaskFunction) -> dict[str, Any]:
         return {"padding": cells["padding_mask"]}
     if code is _DOCUMENTS:
         return {"documents": cells["packed_sequence_mask"]}
-    # Positions run by one inside a document, so differences of positions are differences of indices there; chunks are not.
+    # Inside a document positions run by one: their differences are those of indices. That does not hold for chunks.
     inner = classify(cells["mask_function"])
     if inner.keys() - {"left", "right"}:
         raise _Unclassified("chunks of remapped positions")
@@ -143,8 +141,8 @@ def visibility_of(
 class LazyMask(Tensor):
     """The additive mask [batch, 1, q_length, kv_length] that transformers' eager attention expects, not yet computed.
 
-    Any operation on it computes it (0 where visible, the dtype's minimum elsewhere) and goes on with that tensor, so model
-    code that slices or extends its mask gets what it expects. The adapter's attention reads `visibility` instead.
+    Any operation on it computes it (0 where visible, the dtype's minimum elsewhere) and goes on with that tensor, so
+    model code that slices or extends its mask gets what it expects. The adapter's attention reads `visibility` instead.
 
     `packable` is True when the model's caller gave no padding mask and there is no cached key: then position ids that
     restart mean packed documents.
@@ -157,16 +155,18 @@ class LazyMask(Tensor):
     _additive: Tensor | None
 
     @staticmethod
-    def __new__(cls, visibility: Visibility, dtype: torch.dtype, device: torch.device | str, packable: bool) -> LazyMask:
+    def __new__(
+        cls, visibility: Visibility, dtype: torch.dtype, device: torch.device | str, packable: bool
+    ) -> LazyMask:
         shape = (visibility.batch_size, 1, visibility.q_length, visibility.kv_length)
-        mask: LazyMask = Tensor._make_wrapper_subclass(cls, shape, dtype=dtype, device=torch.device(device))  # type: ignore[attr-defined]
+        mask: LazyMask = Tensor._make_wrapper_subclass(cls, shape, dtype=dtype, device=torch.device(device))
         mask.visibility, mask.packable, mask.packed, mask._additive = visibility, packable, None, None
         return mask
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__()
 
-    def __repr__(self, *, tensor_contents: object = None) -> str:
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return f"LazyMask({self.visibility}, dtype={self.dtype})"
 
     def additive(self) -> Tensor:
@@ -176,7 +176,7 @@ class LazyMask(Tensor):
         return self._additive
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         kwargs = kwargs or {}
         moved = _moved(func, args, kwargs)
         if moved is not None:
@@ -186,7 +186,7 @@ class LazyMask(Tensor):
 
 
 def _moved(func: Any, args: Any, kwargs: Any) -> LazyMask | None:
-    """The lazy result of operations that only hand the mask on: detach, alias, a move to another device or float dtype."""
+    """The lazy result of operations that only hand the mask on: detach, alias, a move to another device or dtype."""
     aten = torch.ops.aten
     if not args or not isinstance(args[0], LazyMask):
         return None
@@ -226,7 +226,7 @@ def sinkhold_mask(
     use_vmap: bool = False,
     **_: Any,
 ) -> Tensor | None:
-    """The mask builder registered in `transformers.AttentionMaskInterface`; None only where the model allows no mask at all."""
+    """The mask builder registered in `transformers.AttentionMaskInterface`; None only where the model allows none."""
     visibility = visibility_of(
         batch_size=batch_size, q_length=q_length, kv_length=kv_length, q_offset=q_offset, kv_offset=kv_offset,
         mask_function=mask_function, attention_mask=attention_mask, device=device, use_vmap=use_vmap,

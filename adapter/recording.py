@@ -29,7 +29,8 @@ def record(model: nn.Module, layers: dict[str, LayerFinding], wanted: bool | Non
         obstacle = _run(model)
     seen = sum(registered_attention(model.get_submodule(path)).recorded is not None for path in layers)  # type: ignore[union-attr]
     if obstacle is None:
-        return f"source and recorded run agree on {seen} of {len(layers)} layers; the others are compared at their first call"
+        rest = "" if seen == len(layers) else "; the others are compared at their first call"
+        return f"source and recorded run agree on {seen} of {len(layers)} layers{rest}"
     return f"compared at the first forward ({obstacle})"
 
 

@@ -70,7 +70,8 @@ class Report:
     def __str__(self) -> str:
         if not self.layers:
             return f"{self.model}: nothing to do, no module calls the attention interface"
-        head = f"{self.model}: {len(self.layers)} attention layers, {len(self.sink_layers)} with a sink, backend={self.backend!r}"
+        counts = f"{len(self.layers)} attention layers, {len(self.sink_layers)} with a sink"
+        head = f"{self.model}: {counts}, backend={self.backend!r}"
         lines = [head, f"  checked: {self.recording}"]
         for paths, layer in _grouped(self.layers):
             lines += [f"  {paths}", *(f"      {line}" for line in _describe(layer))]
@@ -83,7 +84,11 @@ def _describe(layer: LayerReport) -> list[str]:
     if layer.sink_kind == SinkKind.NONE.value:
         lines.append("sink     none")
     else:
-        tensor = f"{list(layer.sink_shape or ())} {layer.sink_dtype} on {layer.sink_device}" if layer.sink_shape else "computed for each token"
+        tensor = (
+            f"{list(layer.sink_shape or ())} {layer.sink_dtype} on {layer.sink_device}"
+            if layer.sink_shape
+            else "computed for each token"
+        )
         lines.append(f"sink     {layer.sink_expression} -> {layer.sink_kind}, {tensor}")
     if layer.window_expression:
         lines.append(f"window   {layer.window_expression} -> {layer.window}")
@@ -187,7 +192,7 @@ def _integer(module: nn.Module, *names: str) -> int | None:
 
 
 def expected_needs(attn: Attention) -> list[Needs]:
-    """What prefill and decode of a layer will need, read off its module before it ran; empty where that cannot be told."""
+    """What prefill and decode of a layer will need, read off its module before it ran; empty where it cannot tell."""
     module, sinks = attn.owner, attn.sinks
     heads = sinks.numel() if sinks is not None else _integer(module, "num_heads", "num_attention_heads")
     head_dim = _integer(module, "qk_head_dim", "head_dim")
@@ -208,6 +213,16 @@ def expected_needs(attn: Attention) -> list[Needs]:
     capability = torch.cuda.get_device_capability(parameter.device) if device == "cuda" else None
     v_head_dim = _integer(module, "v_head_dim") or head_dim
     return [
-        Needs(device if device != "meta" else "cpu", capability, parameter.dtype, heads, max(kv_heads, 1), head_dim, v_head_dim, decode, features)
+        Needs(
+            device if device != "meta" else "cpu",
+            capability,
+            parameter.dtype,
+            heads,
+            max(kv_heads, 1),
+            head_dim,
+            v_head_dim,
+            decode,
+            features,
+        )
         for decode in (False, True)
     ]

@@ -1,4 +1,4 @@
-"""Tiny-random models without sinks, one for each way of masking, scaling and capping that the adapter must not disturb."""
+"""Tiny-random models without sinks, one for each way of masking, scaling and capping that must not be disturbed."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ def _gemma3() -> Any:
 
 def _llama4() -> Any:
     return transformers.Llama4TextConfig(
-        **BASE, intermediate_size_mlp=96, head_dim=16, attention_chunk_size=8, num_local_experts=2, num_experts_per_tok=1,
-        no_rope_layers=[1, 0], interleave_moe_layer_step=1,
+        **BASE, intermediate_size_mlp=96, head_dim=16, attention_chunk_size=8, num_local_experts=2,
+        num_experts_per_tok=1, no_rope_layers=[1, 0], interleave_moe_layer_step=1,
     )  # fmt: skip
 
 
@@ -55,7 +55,11 @@ BUILDERS = {
         initializer_range=0.3,
     ),
 }  # fmt: skip
-AUTO = {"t5": "AutoModelForSeq2SeqLM", "bert": "AutoModelForTokenClassification", "gemma3": "AutoModelForImageTextToText"}
+AUTO = {
+    "t5": "AutoModelForSeq2SeqLM",
+    "bert": "AutoModelForTokenClassification",
+    "gemma3": "AutoModelForImageTextToText",
+}
 
 
 def build(name: str) -> Any:

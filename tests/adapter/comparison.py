@@ -39,8 +39,10 @@ def logits(model: Any, **inputs: Any) -> Tensor:
     return model(**inputs).logits
 
 
-def decode(model: Any, ids: Tensor, steps: int, cache: Any, mask: Tensor | None = None, chunk: int | None = None) -> Tensor:
-    """[batch, prompt + steps, vocabulary] logits of a prefill (in chunks) and `steps` tokens that are fed one by one."""
+def decode(
+    model: Any, ids: Tensor, steps: int, cache: Any, mask: Tensor | None = None, chunk: int | None = None
+) -> Tensor:
+    """[batch, prompt + steps, vocabulary] logits of a prefill (in chunks) and of `steps` tokens fed one by one."""
     prompt = ids.shape[1] - steps
     sizes = [chunk] * (prompt // chunk) + [prompt % chunk] * bool(prompt % chunk) if chunk else [prompt]
     collected, start = [], 0

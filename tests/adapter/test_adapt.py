@@ -14,7 +14,6 @@ import transformers
 from transformers import AttentionInterface, AttentionMaskInterface
 
 import adapter
-
 from adapter.attention import Attention, registered_attention
 from adapter.errors import AdaptError, BackendError, CheckpointError, SinkError
 from tests.adapter.comparison import logits, relative, under_eager
@@ -126,7 +125,7 @@ def test_a_sink_that_is_no_number_is_refused(bad):
     model.model.layers[1].self_attn.sinks.data[2] = bad
     with pytest.raises(CheckpointError, match=r"model\.layers\.1\.self_attn\.sinks"):
         adapter.adapt(model)
-    assert [f for f in fingerprint(model)[0]] == before[0]
+    assert fingerprint(model)[0] == before[0]
 
 
 @pytest.mark.parametrize("limit", [float("-inf"), 1e30])
@@ -283,7 +282,7 @@ def test_two_threads_adapt_two_models_without_disturbing_each_other():
                 for _ in range(10):
                     with adapter.adapted(model):
                         assert relative(logits(model, input_ids=IDS), theirs) <= 1e-5
-        except BaseException as error:  # handed to the main thread
+        except BaseException as error:  # noqa: BLE001  handed to the main thread
             failures.append(error)
 
     threads = [threading.Thread(target=work, args=pair) for pair in zip(models, expected, strict=True)]

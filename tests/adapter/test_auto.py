@@ -32,7 +32,11 @@ def checkpoint(tmp_path_factory):
 def accepted_keywords():
     """Each keyword of transformers' from_pretrained: its signature, and what it takes out of **kwargs."""
     function = inspect.unwrap(PreTrainedModel.from_pretrained.__func__)
-    named = {n for n, p in inspect.signature(function).parameters.items() if p.kind is p.KEYWORD_ONLY or p.default is not p.empty}
+    named = {
+        n
+        for n, p in inspect.signature(function).parameters.items()
+        if p.kind is p.KEYWORD_ONLY or p.default is not p.empty
+    }
     tree = ast.parse(textwrap.dedent(inspect.getsource(function)))
     popped = {
         call.args[0].value
@@ -91,7 +95,11 @@ def test_every_family_loads_runs_and_saves_the_same_bytes(name, tmp_path):
 
 def tensors(file):
     with safe_open(file, "pt") as opened:
-        return {k: (str(t.dtype), t.shape, t.contiguous().view(torch.uint8).numpy().tobytes() if t.dim() else t.item()) for k in opened.keys() for t in [opened.get_tensor(k)]}  # noqa: SIM118, E501
+        return {
+            k: (str(t.dtype), t.shape, t.contiguous().view(torch.uint8).numpy().tobytes() if t.dim() else t.item())
+            for k in opened.keys()  # noqa: SIM118  a safetensors file is no dict
+            for t in [opened.get_tensor(k)]
+        }
 
 
 def test_loading_info_comes_as_the_tuple_that_transformers_gives(checkpoint):
@@ -158,7 +166,11 @@ def test_the_constructor_says_what_to_call():
 
 def test_a_checkpoint_without_sinks_is_refused_unless_asked_for(checkpoint, tmp_path):
     state = load_file(checkpoint / "model.safetensors")
-    save_file({k: v for k, v in state.items() if not k.endswith("1.self_attn.sinks")}, tmp_path / "model.safetensors", {"format": "pt"})
+    save_file(
+        {k: v for k, v in state.items() if not k.endswith("1.self_attn.sinks")},
+        tmp_path / "model.safetensors",
+        {"format": "pt"},
+    )
     (tmp_path / "config.json").write_text((checkpoint / "config.json").read_text())
     with pytest.raises(CheckpointError, match=r"model\.layers\.1\.self_attn\.sinks") as caught:
         adapter.AutoModelForCausalLM.from_pretrained(tmp_path)
@@ -181,7 +193,9 @@ def test_a_sink_of_another_shape_is_named(checkpoint, tmp_path):
     state["model.layers.2.self_attn.sinks"] = torch.full((3,), 2.0)
     save_file(state, tmp_path / "model.safetensors", {"format": "pt"})
     (tmp_path / "config.json").write_text((checkpoint / "config.json").read_text())
-    with pytest.raises(CheckpointError, match=r"'model\.layers\.2\.self_attn\.sinks' is \[3\] in the checkpoint and \[4\] in the model"):
+    with pytest.raises(
+        CheckpointError, match=r"'model\.layers\.2\.self_attn\.sinks' is \[3\] in the checkpoint and \[4\] in the model"
+    ):
         adapter.AutoModelForCausalLM.from_pretrained(tmp_path)
 
 
@@ -207,7 +221,13 @@ def test_generate_works_as_before(checkpoint, strategy):
             "static": {"cache_implementation": "static"},
         }[strategy]  # fmt: skip
         torch.manual_seed(4)
-        ids = model.generate(input_ids=IDS, attention_mask=torch.ones_like(IDS), max_new_tokens=10, do_sample=options.pop("do_sample", False), **options)
+        ids = model.generate(
+            input_ids=IDS,
+            attention_mask=torch.ones_like(IDS),
+            max_new_tokens=10,
+            do_sample=options.pop("do_sample", False),
+            **options,
+        )
         if strategy == "streaming":
             assert options["streamer"].received == [*ids[0].tolist(), "end"]
         return ids

@@ -110,7 +110,9 @@ def test_generate_gives_the_tokens_and_scores_of_eager(name):
     assert relative(under_adapter(model, run), under_eager(model, run)) <= TOLERANCE
 
 
-@pytest.mark.parametrize("name", [n for n in INSTALLED if n not in ("deepseek_v4", "inkling2", "inkling2_loop", "hy_v4_vl")])
+@pytest.mark.parametrize(
+    "name", [n for n in INSTALLED if n not in ("deepseek_v4", "inkling2", "inkling2_loop", "hy_v4_vl")]
+)
 def test_packed_documents_do_not_see_each_other(name):
     model, ids = build(name), tokens(1, 21)
     positions = torch.cat([torch.arange(8), torch.arange(13)])[None]

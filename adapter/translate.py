@@ -1,0 +1,143 @@
+"""An interface call in the backends' terms: what its mask, keywords and sink mean."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from .backends.call import AttentionCall, Visibility
+from .errors import CallError
+from .guard import where
+from .masks import LazyMask
+
+if TYPE_CHECKING:
+    from .attention import Attention
+
+
+def build_call(
+    module: nn.Module,
+    attn: Attention,
+    qkv: tuple[Tensor, Tensor, Tensor],
+    attention_mask: Any,
+    sink: Tensor | None,
+    kwargs: dict[str, Any],
+) -> AttentionCall:
+    """The interface call in the backends' terms; raises CallError for a mask that has no meaning here."""
+    query, key, value = qkv
+    visibility, bias = _visibility(module, attn, query, key, attention_mask, kwargs)
+    if kwargs.get("indices") is not None:
+        visibility = _select_indices(visibility, kwargs["indices"], key.shape[2])
+    position_bias = kwargs.get("position_bias")
+    if position_bias is not None:
+        bias = position_bias if bias is None else bias + position_bias
+    scale, query = _scale(attn, query, kwargs)
+    if sink is not None and sink.dim() != 4:
+        sink = sink.reshape(-1)
+    return AttentionCall(
+        query=query, key=key, value=value, scale=scale, visibility=visibility, sinks=sink, bias=bias,
+        softcap=kwargs.get("softcap"), dropout=(kwargs.get("dropout") or 0.0) if module.training else 0.0,
+        need_weights=bool(kwargs.get("output_attentions")) or _config_wants_weights(module),
+    )  # fmt: skip
+
+
+def _config_wants_weights(module: nn.Module) -> bool:
+    config = module.__dict__.get("config")
+    # A config's own attribute lookup costs more than the whole guard, and this runs in every layer of every forward.
+    return config is not None and bool(object.__getattribute__(config, "__dict__").get("_output_attentions"))
+
+
+def _scale(attn: Attention, query: Tensor, kwargs: dict[str, Any]) -> tuple[float, Tensor]:
+    scaling = kwargs.get("scaling")
+    if scaling is None:
+        # Absent and None mean the interface's documented default, which torch's attention shares.
+        return query.shape[-1] ** -0.5, query
+    if isinstance(scaling, Tensor):
+        return 1.0, query * scaling
+    return float(scaling), query
+
+
+def _visibility(
+    module: nn.Module, attn: Attention, query: Tensor, key: Tensor, mask: Any, kwargs: dict[str, Any]
+) -> tuple[Visibility, Tensor | None]:
+    q_length, kv_length = query.shape[2], key.shape[2]
+    if mask is None:
+        return _documents(_unmasked(query, kv_length, kwargs), kwargs, packable=q_length == kv_length), None
+    if isinstance(mask, LazyMask):
+        visibility = mask.visibility
+        if (visibility.q_length, visibility.kv_length) != (q_length, kv_length):
+            raise CallError(
+                f"the mask is for {visibility.q_length} queries and {visibility.kv_length} keys, "
+                f"the call has {q_length} and {kv_length}",
+                where=where(module, attn),
+            )
+        if not mask.packable:
+            return visibility, None
+        # All layers get the same mask and position ids; whether they restart is looked up once a forward.
+        given = (kwargs.get("position_ids"), kwargs.get("cu_seq_lens_k"))
+        if mask.packed is None or any(a is not b for a, b in zip(mask.packed[0], given, strict=True)):
+            mask.packed = (given, _documents(visibility, kwargs, packable=True))
+        return mask.packed[1], None
+    if not isinstance(mask, Tensor) or mask.dim() != 4:
+        shape = f" of shape {list(mask.shape)}" if hasattr(mask, "shape") else ""
+        raise CallError(
+            f"the mask is a {type(mask).__name__}{shape}, which has no meaning here",
+            where=where(module, attn),
+            fix="pass a 2D padding mask to the model, or a 4D bool or float mask",
+        )
+    full = Visibility(query.shape[0], q_length, kv_length)
+    if mask.shape[-1] != kv_length or mask.shape[-2] not in (1, q_length):
+        raise CallError(
+            f"the mask has shape {list(mask.shape)}, the call has {q_length} queries and {kv_length} keys",
+            where=where(module, attn),
+        )
+    if mask.dtype == torch.bool:
+        return full.with_(dense=mask), None
+    visible = mask > torch.finfo(mask.dtype).min / 2
+    return full.with_(dense=visible), mask.masked_fill(~visible, 0)
+
+
+def _unmasked(query: Tensor, kv_length: int, kwargs: dict[str, Any]) -> Visibility:
+    """Without a mask the model means 'all keys', unless it says is_causal or a window that is shorter than the keys."""
+    batch, _, q_length, _ = query.shape
+    window = kwargs.get("sliding_window")
+    causal = bool(kwargs.get("is_causal")) and q_length > 1
+    left = window - 1 if window is not None and window < kv_length else None
+    return Visibility(batch, q_length, kv_length, kv_length - q_length, 0, left=left, right=0 if causal else None)
+
+
+def _documents(visibility: Visibility, kwargs: dict[str, Any], packable: bool) -> Visibility:
+    """Packed documents, from cu_seq_lens or from position ids that restart, where the mask does not carry them."""
+    if visibility.documents is not None or visibility.dense is not None or not packable:
+        return visibility
+    boundaries = kwargs.get("cu_seq_lens_k")
+    if boundaries is not None and isinstance(boundaries, Tensor):
+        positions = torch.arange(visibility.kv_length, device=boundaries.device)
+        documents = torch.searchsorted(boundaries[1:].to(positions.dtype), positions, right=True)
+        return visibility.with_(documents=documents.expand(visibility.batch_size, -1))
+    position_ids = kwargs.get("position_ids")
+    if position_ids is None or kwargs.get("use_cache") or position_ids.dim() != 2:
+        return visibility
+    if position_ids.shape[1] != visibility.q_length or torch.compiler.is_compiling():
+        return visibility
+    restarts = _restarts(position_ids)
+    return visibility if restarts is None else visibility.with_(documents=restarts.expand(visibility.batch_size, -1))
+
+
+def _restarts(position_ids: Tensor) -> Tensor | None:
+    """[batch, length] document numbers, or None when positions run on by one everywhere."""
+    if position_ids.is_meta:
+        return None
+    jumps = position_ids.diff(dim=-1) != 1
+    if not bool(jumps.any()):
+        return None
+    return torch.nn.functional.pad(jumps.cumsum(-1), (1, 0))
+
+
+def _select_indices(visibility: Visibility, indices: Tensor, kv_length: int) -> Visibility:
+    """Only the keys that `indices` [batch, q_length, top_k] names are visible."""
+    shape = (*indices.shape[:2], kv_length)
+    chosen = torch.zeros(shape, dtype=torch.bool, device=indices.device).scatter(-1, indices.long(), True)[:, None]
+    dense = chosen if visibility.dense is None else visibility.dense & chosen
+    return visibility.with_(dense=dense)
