@@ -26,10 +26,11 @@ def of_tensor(tensor: TensorRef, name: str) -> Any:
 def member_value(owner: Live, name: str, found: Any) -> Any:
     """What `owner` holds under `name`: tensors by their path, submodules with theirs. Raises Unknown."""
     path = f"{owner.path}.{name}" if owner.path else name if owner.path == "" else None
-    if not isinstance(found, torch.Tensor):
-        held = isinstance(owner.object, nn.Module) and owner.object._modules.get(name) is found
+    inside = issubclass(type(owner.object), nn.Module)
+    if not issubclass(type(found), torch.Tensor):
+        held = inside and owner.object._modules.get(name) is found
         return wrap(found, path if held else None)
-    if path is not None and isinstance(owner.object, nn.Module) and is_registered(owner.object, name, found):
+    if path is not None and inside and is_registered(owner.object, name, found):
         return TensorRef(path, tuple(found.shape), found.dtype)
     if type(found) is torch.Tensor and found.numel() == 1 and found.device.type == "cpu" and not found.requires_grad:
         return wrap(found.item())
@@ -39,7 +40,7 @@ def member_value(owner: Live, name: str, found: Any) -> Any:
 def item(base: Any, index: Any, text: str) -> Any:
     """An entry of a list, a tuple, a dict or a list of modules. Raises Unknown."""
     held = base.object if isinstance(base, Live) else base
-    if isinstance(held, (nn.ModuleList, nn.ParameterList)) and type(index) is int:
+    if issubclass(type(held), (nn.ModuleList, nn.ParameterList)) and type(index) is int:
         place = str(index + len(held) if index < 0 else index)
         found = read(held, place)
         if found is MISSING:

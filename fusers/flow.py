@@ -71,7 +71,7 @@ class Flow:
         self.nodes = (tree, *self._parents)
         self._bindings = _all_bindings(self.nodes)
         self._stores: dict[ast.AST, frozenset[str]] = {}
-        self._memo: dict[tuple[str, ast.stmt], Reach | None] = {}
+        self._memo: dict[tuple[str, ast.stmt], Reach] = {}
         self.parameters = tuple(_parameters(tree.args))
         self.keywords = tree.args.kwarg.arg if tree.args.kwarg else None
         self.written_attributes = frozenset(_written_attributes(tree))
@@ -114,11 +114,8 @@ class Flow:
     def _before(self, name: str, statement: ast.stmt) -> Reach:
         key = (name, statement)
         if key not in self._memo:
-            self._memo[key] = Opaque(f"{name!r} depends on itself")
             self._memo[key] = self._search(name, statement)
-        found = self._memo[key]
-        assert found is not None
-        return found
+        return self._memo[key]
 
     def _search(self, name: str, statement: ast.stmt) -> Reach:
         parent = self._parents[statement]
@@ -177,7 +174,7 @@ class Flow:
         return Choice(statement.test, then, otherwise)
 
     def _end(self, name: str, block: Block, holder: ast.stmt) -> Reach | None:
-        if _leaves(block):
+        if leaves(block):
             return None
         for statement in reversed(block):
             if name in self.stores(statement):
@@ -192,12 +189,13 @@ def _earlier(parent: ast.AST, statement: ast.stmt) -> Block:
     return []
 
 
-def _leaves(block: Block) -> bool:
+def leaves(block: Block) -> bool:
+    """Whether control never passes the end of the block."""
     if not block:
         return False
     last = block[-1]
     if isinstance(last, ast.If):
-        return _leaves(last.body) and _leaves(last.orelse)
+        return leaves(last.body) and leaves(last.orelse)
     return isinstance(last, _LEAVING)
 
 

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from types import CodeType
+
+from .flow import leaves
 
 
 def stale(tree: ast.FunctionDef, code: CodeType) -> str | None:
@@ -78,7 +80,7 @@ def _names(tree: ast.FunctionDef) -> Iterator[str]:
 
 def _compiled(tree: ast.FunctionDef) -> Iterator[ast.AST]:
     """The nodes sure to leave a trace in the bytecode: no annotations, defaults, assertions, constant branches."""
-    stack: list[ast.AST] = [*tree.body]
+    stack: list[ast.AST] = _reachable(tree.body)
     while stack:
         node = stack.pop()
         if isinstance(node, ast.Assert) or (isinstance(node, ast.If) and isinstance(node.test, ast.Constant)):
@@ -87,9 +89,25 @@ def _compiled(tree: ast.FunctionDef) -> Iterator[ast.AST]:
         if isinstance(node, ast.AnnAssign):
             stack.extend(child for child in (node.target, node.value) if child is not None)
         elif isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
-            stack.extend(node.body)
+            stack.extend(_reachable(node.body))
         else:
-            stack.extend(ast.iter_child_nodes(node))
+            stack.extend(_children(node))
+
+
+def _children(node: ast.AST) -> Iterator[ast.AST]:
+    for _, field in ast.iter_fields(node):
+        if isinstance(field, ast.AST):
+            yield field
+        elif isinstance(field, list):
+            yield from _reachable([entry for entry in field if isinstance(entry, ast.AST)])
+
+
+def _reachable(block: Sequence[ast.AST]) -> list[ast.AST]:
+    """The nodes of a block up to one after which the compiler drops the rest."""
+    for i, node in enumerate(block):
+        if isinstance(node, ast.stmt) and leaves([node]):
+            return [*block[: i + 1]]
+    return [*block]
 
 
 def _attributes(tree: ast.FunctionDef) -> Iterator[str]:

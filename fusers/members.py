@@ -30,9 +30,10 @@ def read(owner: Any, name: str) -> Any:
     Raises:
         Unknown: finding out would run code of the object (a descriptor, `__getattr__`, a lazy module).
     """
-    if isinstance(owner, ModuleType):
+    # isinstance would ask the object for its __class__
+    if issubclass(type(owner), ModuleType):
         return _of_python_module(owner, name)
-    if isinstance(owner, type):
+    if issubclass(type(owner), type):
         return _plain_member(owner, inspect.getattr_static(owner, name, MISSING), name)
     name = _renamed(owner, name)
     on_class = inspect.getattr_static(type(owner), name, MISSING)
@@ -43,7 +44,7 @@ def read(owner: Any, name: str) -> Any:
         return held
     if on_class is not MISSING:
         return _described(owner, on_class, name)
-    if isinstance(owner, nn.Module):
+    if issubclass(type(owner), nn.Module):
         return _registered(owner, name)
     if inspect.getattr_static(type(owner), "__getattr__", None) is not None:
         raise Unknown(f"{type(owner).__name__} computes the attribute {name!r}")
@@ -52,7 +53,8 @@ def read(owner: Any, name: str) -> Any:
 
 def _of_python_module(owner: ModuleType, name: str) -> Any:
     found = vars(owner).get(name, MISSING)
-    if found is MISSING and "__getattr__" in vars(owner):
+    lazy = "__getattr__" in vars(owner) or inspect.getattr_static(type(owner), "__getattr__", None) is not None
+    if found is MISSING and lazy:
         raise Unknown(f"the module {owner.__name__} loads {name!r} on demand")
     return found
 

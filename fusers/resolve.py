@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 import builtins
 from collections.abc import Callable
-from types import FunctionType, ModuleType
+from types import BuiltinFunctionType, FunctionType
 from typing import Any
 
 import torch
@@ -91,7 +91,13 @@ class Resolver:
     def _constant(self, node: ast.Constant) -> Any:
         return wrap(node.value)
 
-    def _tuple(self, node: ast.Tuple | ast.List) -> Any:
+    def _list(self, node: ast.List) -> Any:
+        entries = [self._evaluate(entry) for entry in node.elts]
+        if any(isinstance(entry, Symbol) for entry in entries):
+            return Symbol(ast.unparse(node), exact=False)
+        return Live(entries)
+
+    def _tuple(self, node: ast.Tuple) -> Any:
         entries = tuple(self._evaluate(entry) for entry in node.elts)
         if any(isinstance(entry, Symbol) for entry in entries):
             return Symbol(ast.unparse(node), exact=False)
@@ -290,9 +296,9 @@ class Resolver:
 
     def _function_call(self, function: Any, node: ast.Call) -> Any:
         text = ast.unparse(node)
-        if function in (getattr, hasattr):
+        if function is getattr or function is hasattr:
             return self._getattr(function, self._arguments(node), text)
-        if isinstance(function, ModuleType) or function is None or not callable(function):
+        if type(function) not in (FunctionType, BuiltinFunctionType, type):
             raise Unknown(f"{text!r} calls what cannot be found")
         if of_torch(function):
             return self._torch_call(function, node)
@@ -342,7 +348,7 @@ class Resolver:
 _RULES: dict[type[ast.expr], Callable[[Resolver, Any], Any]] = {
     ast.Constant: Resolver._constant,
     ast.Tuple: Resolver._tuple,
-    ast.List: Resolver._tuple,
+    ast.List: Resolver._list,
     ast.Dict: Resolver._literal,
     ast.Name: Resolver._name,
     ast.IfExp: Resolver._conditional,

@@ -77,7 +77,7 @@ def wrap(found: Any, path: str | None = None) -> Any:
     if found is None or type(found) in (bool, int, float, str, torch.dtype):
         return found
     for kind in (float, int, str):
-        if isinstance(found, kind):
+        if issubclass(type(found), kind):
             return getattr(kind, f"__{kind.__name__}__")(found)
     if type(found).__module__ == "numpy" and getattr(found, "ndim", None) == 0:
         return wrap(found.item())

@@ -202,7 +202,8 @@ def test_edited_after_import(tmp_path: Path, kind: str) -> None:
 
 
 def test_lambda_that_calls_the_interface(tmp_path: Path) -> None:
-    text = "class Attention(nn.Module):\n    forward = lambda self, q: ALL_ATTENTION_FUNCTIONS['sdpa'](self, q, q, q, None)"
+    call = "ALL_ATTENTION_FUNCTIONS['sdpa'](self, q, q, q, None)"
+    text = f"class Attention(nn.Module):\n    forward = lambda self, q: {call}"
     refused(write_module(tmp_path, text).Attention, "is not a def")
 
 
@@ -228,7 +229,11 @@ def test_every_kind_of_statement_is_found_fresh(tmp_path: Path) -> None:
             case [first, *others]:
                 pass
         self.__private = q
-        return m.sqrt(F.relu(q)), os.path, helper, Local, later
+        if q:
+            return m.sqrt(F.relu(q)), os.path, helper, Local, later
+        else:
+            raise ValueError(q.text)
+        dead.code = 4.5
     """
     read_forward(write_class(tmp_path, body))
 
