@@ -99,7 +99,7 @@ def _key_padding(mask: Tensor | None, kv_length: int, kv_offset: int, causal: bo
 
 
 def _is_traced(tensor: Tensor) -> bool:
-    return torch.compiler.is_compiling() or isinstance(tensor, torch._subclasses.FakeTensor) or tensor.is_meta
+    return isinstance(tensor, torch._subclasses.FakeTensor) or tensor.is_meta
 
 
 def visibility_of(
@@ -122,6 +122,8 @@ def visibility_of(
 
     What cannot be classified is computed in full, never left out.
     """
+    if isinstance(q_offset, Tensor):
+        q_offset = q_offset.clone()  # a static cache counts on in this very tensor before attention reads it
     try:
         fields = classify(mask_function)
         extra_padding = fields.pop("padding", None)
@@ -227,6 +229,14 @@ def sinkhold_mask(
     **_: Any,
 ) -> Tensor | None:
     """The mask builder registered in `transformers.AttentionMaskInterface`; None only where the model allows none."""
+    if torch.compiler.is_compiling():
+        # A graph takes plain tensors; transformers' own builder is written to be traced.
+        traced: Tensor | None = hf.eager_mask(
+            batch_size=batch_size, q_length=q_length, kv_length=kv_length, q_offset=q_offset, kv_offset=kv_offset,
+            mask_function=mask_function, attention_mask=attention_mask, dtype=dtype, device=device, use_vmap=use_vmap,
+            allow_is_bidirectional_skip=allow_is_bidirectional_skip,
+        )  # fmt: skip
+        return traced
     visibility = visibility_of(
         batch_size=batch_size, q_length=q_length, kv_length=kv_length, q_offset=q_offset, kv_offset=kv_offset,
         mask_function=mask_function, attention_mask=attention_mask, device=device, use_vmap=use_vmap,
@@ -235,7 +245,7 @@ def sinkhold_mask(
         return None
     on_device = isinstance(q_offset, Tensor)
     # One query over a static cache may enter a compiled graph, which takes plain tensors only; the tensor is small.
-    if torch.compiler.is_compiling() or (on_device and q_length == 1):
+    if on_device and q_length == 1:
         return additive_mask(visibility, dtype, torch.device(device))
     packable = attention_mask is None and not on_device and q_offset == 0 and q_length == kv_length
     return LazyMask(visibility, dtype, device, packable)

@@ -32,6 +32,8 @@ def build_call(
     position_bias = kwargs.get("position_bias")
     if position_bias is not None:
         bias = position_bias if bias is None else bias + position_bias
+    if not query.dtype == key.dtype == value.dtype:
+        query, key, value = _one_dtype(module, attn, qkv)
     scale, query = _scale(attn, query, kwargs)
     if sink is not None and sink.dim() != 4:
         sink = sink.reshape(-1)
@@ -42,7 +44,22 @@ def build_call(
     )  # fmt: skip
 
 
+def _one_dtype(module: nn.Module, attn: Attention, qkv: tuple[Tensor, Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
+    """Rotary embeddings leave query and key in float32 under autocast; its matrix products would cast them."""
+    device = qkv[0].device.type
+    if not torch.is_autocast_enabled(device):
+        raise CallError(
+            f"query, key and value are {', '.join(str(t.dtype).removeprefix('torch.') for t in qkv)}",
+            where=where(module, attn),
+            fix="cast the model to one dtype, or run it under torch.autocast",
+        )
+    dtype = torch.get_autocast_dtype(device)
+    return qkv[0].to(dtype), qkv[1].to(dtype), qkv[2].to(dtype)
+
+
 def _config_wants_weights(module: nn.Module) -> bool:
+    if torch.compiler.is_compiling():
+        return bool(getattr(getattr(module, "config", None), "output_attentions", False))
     config = module.__dict__.get("config")
     # A config's own attribute lookup costs more than the whole guard, and this runs in every layer of every forward.
     return config is not None and bool(object.__getattribute__(config, "__dict__").get("_output_attentions"))
