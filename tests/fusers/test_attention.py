@@ -128,7 +128,9 @@ def test_a_table_of_the_same_name_that_is_not_the_interface(tmp_path: Path) -> N
 
 
 def test_locals_that_name_each_other(tmp_path: Path) -> None:
-    body = "for i in q:\n    a = b\n    b = a\n    a = ALL_ATTENTION_FUNCTIONS['sdpa']\n    a(self, q, k, v, None, scaling=1.0)"
+    body = (
+        "for i in q:\n    a = b\n    b = a\n    a = ALL_ATTENTION_FUNCTIONS['sdpa']\n    a(self, q, q, q, scaling=1.0)"
+    )
     assert AttentionFuser().match(write_class(tmp_path, body)).outcome is Outcome.RESOLVED
 
 
