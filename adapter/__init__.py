@@ -31,6 +31,7 @@ from .guard import check_call, check_sinks
 from .interface import IMPLEMENTATION
 from .interface import register as _register
 from .report import LayerReport, Report
+from .verify import Probe, Verification, verify
 
 __version__ = "0.1.0"
 
@@ -49,10 +50,12 @@ __all__ = [
     "CheckpointError",
     "LayerReport",
     "ParallelError",
+    "Probe",
     "ProofError",
     "Report",
     "SinkError",
     "SinkholdError",
+    "Verification",
     "adapt",
     "adapted",
     "check_call",
@@ -61,6 +64,7 @@ __all__ = [
     "is_adapted",
     "report",
     "restore",
+    "verify",
 ]
 
 _register()
