@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 
 import torch
@@ -57,11 +58,11 @@ def padding_rows(subject: Subject) -> Probe:
         batch[i, width - len(row) :], mask[i, width - len(row) :] = row, 1
     real = mask.bool()
 
-    def padded() -> Tensor:
-        return subject.logits(batch, mask)[real]
+    def padded() -> list[Tensor]:
+        return [logits[m] for logits, m in zip(subject.logits(batch, mask), real, strict=True)]
 
-    def alone() -> Tensor:
-        return torch.cat([subject.logits(row[None])[0] for row in rows])
+    def alone() -> list[Tensor]:
+        return [subject.logits(row[None])[0] for row in rows]
 
     detail = f"left-padded rows of {', '.join(map(str, lengths))} tokens against each alone"
     return _agree(subject, "padding rows", padded, alone, detail, "mixes padded tokens into real ones")
@@ -69,25 +70,43 @@ def padding_rows(subject: Subject) -> Probe:
 
 def prefill_decode(subject: Subject) -> Probe:
     """A prefill and single tokens with a cache, against one forward of all."""
-    detail = f"{subject.ids.shape[1]} tokens, the last ones fed one by one with the model's own cache"
+    prompt = subject.prompt_length
+
+    def split(logits: Tensor) -> list[Tensor]:
+        return [logits[:, :prompt], logits[:, prompt:]]
+
+    def stepwise() -> list[Tensor]:
+        return split(subject.stepwise())
+
+    def full() -> list[Tensor]:
+        return split(subject.logits(subject.ids))
+
+    detail = f"{prompt} tokens, then {subject.ids.shape[1] - prompt} one by one with the model's own cache"
     habit = "decodes other logits than it prefills"
-
-    def full() -> Tensor:
-        return subject.logits(subject.ids)
-
-    return _agree(subject, "prefill + decode = full", subject.stepwise, full, detail, habit)
+    return _agree(subject, "prefill + decode = full", stepwise, full, detail, habit)
 
 
 def _agree(
-    subject: Subject, name: str, one: Callable[[], Tensor], two: Callable[[], Tensor], detail: str, habit: str
+    subject: Subject,
+    name: str,
+    one: Callable[[], list[Tensor]],
+    two: Callable[[], list[Tensor]],
+    detail: str,
+    habit: str,
 ) -> Probe:
     """Both ways give the same; where they do not under eager either, the first way must equal eager's first way."""
     ours = one()
-    number = subject.error(ours, two())
+    number = _worst(subject, ours, two())
     if number > subject.limit:
         theirs = subject.under_eager(one)
-        habitual = subject.error(theirs, subject.under_eager(two))
+        habitual = _worst(subject, theirs, subject.under_eager(two))
         if habitual > subject.limit:
-            number = subject.error(ours, theirs)
+            number = _worst(subject, ours, theirs)
             detail = f"against eager on the same input, as the model itself {habit} (by {habitual:.1e} under eager)"
     return judge(name, number, subject.limit, detail)
+
+
+def _worst(subject: Subject, ours: list[Tensor], theirs: list[Tensor]) -> float:
+    """The greatest error of any part; NaN counts as infinite."""
+    errors = [subject.error(a, b) for a, b in zip(ours, theirs, strict=True) if a.numel()]
+    return max(e if e == e else math.inf for e in errors)

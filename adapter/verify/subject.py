@@ -7,7 +7,7 @@ import functools
 import inspect
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -18,6 +18,8 @@ from ..interface import IMPLEMENTATION
 from ..masks import LazyMask
 from .captured import Captured, capturing
 from .verification import Skip
+
+Result = TypeVar("Result")
 
 _SHORTEST, _LONGEST_WINDOW, _STEPS = 24, 256, 4
 TOLERANCES = {torch.float64: 1e-9, torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 2e-2}
@@ -58,6 +60,11 @@ class Subject:
         windows = [w for w in (declared_window(a) for a in self.layers) if w is not None and w <= _LONGEST_WINDOW]
         longest = getattr(self.text_config, "max_position_embeddings", None) or 2 * _LONGEST_WINDOW
         return self.draw(2, min(max([_SHORTEST, *(w + 5 for w in windows)]), longest), seed=1)
+
+    @property
+    def prompt_length(self) -> int:
+        """How many of `ids` are the prompt; the others are decoded."""
+        return max(1, self.ids.shape[1] - _STEPS)
 
     def draw(self, batch: int, length: int, seed: int) -> Tensor:
         """Random tokens, none of which the config gives a special meaning."""
@@ -135,7 +142,7 @@ class Subject:
         tokens = (ours.double() - theirs.double()).abs().amax(dim=-1)
         return float((tokens.median() / theirs.double().abs().max()).item())
 
-    def under_eager(self, run: Callable[[], Tensor]) -> Tensor:
+    def under_eager(self, run: Callable[[], Result]) -> Result:
         """`run()` while the adapted configs say eager."""
         with _eager(self.model):
             return run()
@@ -165,7 +172,7 @@ class Subject:
 
     def stepwise(self) -> Tensor:
         """Logits of `ids` from a prefill and single tokens; raises Skip where there is no cache."""
-        prompt = max(1, self.ids.shape[1] - _STEPS)
+        prompt = self.prompt_length
         first, cache = self.cache_of(self.ids[:, :prompt])
         collected = [first]
         for i in range(prompt, self.ids.shape[1]):
