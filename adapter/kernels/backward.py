@@ -19,7 +19,7 @@ from .backward_kv import key_value_gradients
 from .backward_q import query_gradient
 from .extents import key_extents, query_extents
 from .masking import Masking, bytes_of, origin_stride, sink_strides
-from .shapes import ceil_div, halves, on_device_of, rows_ready
+from .shapes import ceil_div, halves, is_flat, on_device_of, rows_ready
 from .tiles import LOG2E, LOWEST, load_rows, sink_logits
 from .tuning import Tile, capability_of, tile_for
 
@@ -30,12 +30,13 @@ _ROWS = 128
 
 @triton.jit(do_not_specialize=["q_length", "num_heads", "blocks"])
 def _deltas(
-    OUT, DO, LSE, DLSE, SINKS, DELTA, DSINK,
+    OUT, DO, LSE, DLSE, SINKS, LSE2, DELTA, DSINK,
     stride_ob, stride_ot, stride_oh, stride_dob, stride_dot, stride_doh, stride_sb, stride_sh, stride_st,
     q_length, num_heads, blocks,
-    PER_TOKEN: tl.constexpr, WIDTH: tl.constexpr, V0: tl.constexpr, V1: tl.constexpr, BLOCK_M: tl.constexpr,
+    PER_TOKEN: tl.constexpr, GROUP: tl.constexpr, WIDTH: tl.constexpr, V0: tl.constexpr, V1: tl.constexpr, BLOCK_M: tl.constexpr,
 ):  # fmt: skip
-    """delta of one block of tokens of one head, and what they give to the sink's gradient."""
+    """delta and the log-sum-exp in base 2 of one block of tokens of one head, a group's heads side by side, and what they
+    give to the sink's gradient."""
     block = tl.program_id(0) % blocks
     head_row = tl.program_id(0) // blocks
     batch = (head_row // num_heads).to(tl.int64)
@@ -56,10 +57,12 @@ def _deltas(
     row = tl.cast(head_row, tl.int64) * q_length + token
     if DLSE is not None:
         delta -= tl.load(DLSE + row, mask=valid, other=0.0)
-    tl.store(DELTA + row, delta, mask=valid)
+    packed = (tl.cast(head_row // GROUP, tl.int64) * q_length + token) * GROUP + head_row % GROUP
+    lse = tl.maximum(tl.load(LSE + row, mask=valid, other=0.0) * LOG2E, LOWEST)
+    tl.store(LSE2 + packed, lse, mask=valid)
+    tl.store(DELTA + packed, delta, mask=valid)
     if SINKS is not None:
         sink = sink_logits(SINKS, batch, head, token, stride_sb, stride_sh, stride_st, valid)
-        lse = tl.maximum(tl.load(LSE + row, mask=valid, other=0.0) * LOG2E, LOWEST)
         gradient = tl.where(valid, -tl.exp2(sink - lse) * delta, 0.0)
         if PER_TOKEN:
             tl.store(DSINK + row, gradient, mask=valid)
@@ -68,11 +71,11 @@ def _deltas(
 
 
 def _deltas_of(
-    out: Tensor, d_out: Tensor, lse: Tensor, d_lse: Tensor | None, sinks: Tensor | None
-) -> tuple[Tensor, Tensor | None]:
+    out: Tensor, d_out: Tensor, lse: Tensor, d_lse: Tensor | None, sinks: Tensor | None, group: int
+) -> tuple[Tensor, Tensor, Tensor | None]:
     batch, q_length, num_heads, width = out.shape
     blocks = ceil_div(q_length, _ROWS)
-    delta = torch.empty_like(lse)
+    lse2, delta = torch.empty_like(lse), torch.empty_like(lse)
     per_token = sinks is not None and sinks.dim() > 1
     d_sink = None
     if sinks is not None:
@@ -81,16 +84,16 @@ def _deltas_of(
     v0, v1 = halves(width)
     # fmt: off
     _deltas[(blocks * batch * num_heads,)](
-        out, d_out, lse, None if d_lse is None else d_lse.contiguous(), sinks, delta, d_sink,
+        out, d_out, lse, None if d_lse is None else d_lse.contiguous(), sinks, lse2, delta, d_sink,
         *out.stride()[:3], *d_out.stride()[:3], *sink_strides(sinks), q_length, num_heads, blocks,
-        PER_TOKEN=per_token, WIDTH=width, V0=v0, V1=v1, BLOCK_M=_ROWS, num_warps=4,
+        PER_TOKEN=per_token, GROUP=group, WIDTH=width, V0=v0, V1=v1, BLOCK_M=_ROWS, num_warps=4,
     )
     # fmt: on
     if sinks is None or d_sink is None:
-        return delta, None
+        return lse2, delta, None
     if per_token:
-        return delta, d_sink[..., None].to(sinks.dtype)
-    return delta, d_sink.sum((0, 2)).to(sinks.dtype)
+        return lse2, delta, d_sink[..., None].to(sinks.dtype)
+    return lse2, delta, d_sink.sum((0, 2)).to(sinks.dtype)
 
 
 def gradient_like(tensor: Tensor) -> Tensor:
@@ -128,9 +131,10 @@ def gradients(
     query, key, value, d_out = rows_ready(query), rows_ready(key), rows_ready(value), rows_ready(d_out)
     dq, dk, dv = gradient_like(query), gradient_like(key), gradient_like(value)
     with on_device_of(query):
-        delta, d_sinks = _deltas_of(out, d_out, lse, d_lse, sinks)
-        _run_keys(query, key, value, d_out, lse, delta, dk, dv, scale, softcap, masking, kv_tile)
-        _run_queries(query, key, value, d_out, lse, delta, dq, scale, softcap, masking, q_tile)
+        group = query.shape[1] // key.shape[1]
+        lse2, delta, d_sinks = _deltas_of(out, d_out, lse, d_lse, sinks, group)
+        _run_keys(query, key, value, d_out, lse2, delta, dk, dv, scale, softcap, masking, kv_tile)
+        _run_queries(query, key, value, d_out, lse2, delta, dq, scale, softcap, masking, q_tile)
     return dq, dk, dv, d_sinks
 
 
@@ -159,9 +163,7 @@ def _run_keys(
     kv_heads, kv_length, v_width = key.shape[1], key.shape[2], value.shape[3]
     tile = tile or _tuned("backward_kv", query, key, value, masking)
     blocks = ceil_div(kv_length, tile.columns)
-    extents = None
-    if masking.has_extents:
-        extents = key_extents(masking.documents, masking.padding, q_length, kv_length, tile.columns)
+    extents = key_extents(masking, q_length, kv_length, tile.columns)
     group = num_heads // kv_heads
     row_bytes = (width + v_width) * query.element_size() * group
     adjacent = min(batch * kv_heads, max(1, _CACHED_BYTES // max(1, q_length * row_bytes)))
@@ -170,13 +172,13 @@ def _run_keys(
     # fmt: off
     key_value_gradients[(blocks * batch * kv_heads,)](
         query, key, value, d_out, lse, delta, dk, dv,
-        masking.origin, masking.chunk_start, masking.documents, bytes_of(masking.padding), extents,
+        masking.origin, masking.chunk_start, masking.documents, masking.query_documents, bytes_of(masking.padding), extents,
         *query.stride()[:3], *key.stride()[:3], *value.stride()[:3], *d_out.stride()[:3], *dk.stride()[:3], *dv.stride()[:3],
         origin_stride(masking.origin),
         q_length, kv_length, masking.q_origin, masking.kv_origin, masking.back, masking.ahead, masking.chunk,
         blocks, kv_heads, adjacent, batch * kv_heads, scale, scale * _LOG2E if softcap is None else scale, softcap or 1.0,
-        CHUNKED=masking.chunk > 0, CAPPED=softcap is not None, PACKED=tile.packed, GROUP=group,
-        WIDTH=width, D0=d0, D1=d1, V_WIDTH=v_width, V0=v0, V1=v1,
+        CHUNKED=masking.chunk > 0, CAPPED=softcap is not None, FLAT=is_flat(query, group) and is_flat(d_out.transpose(1, 2), group),
+        GROUP=group, WIDTH=width, D0=d0, D1=d1, V_WIDTH=v_width, V0=v0, V1=v1,
         BLOCK_M=tile.rows, BLOCK_N=tile.columns, STAGES=tile.stages, PHASES=tile.phases,
         num_warps=tile.warps, num_stages=tile.stages, maxnreg=tile.registers,
     )
@@ -202,9 +204,7 @@ def _run_queries(
     tile = tile or _tuned("backward_q", query, key, value, masking)
     heads, rows_per_token = (kv_heads, group) if tile.packed else (num_heads, 1)
     blocks = ceil_div(q_length * rows_per_token, tile.rows)
-    extents = None
-    if masking.has_extents:
-        extents = query_extents(masking.documents, masking.padding, q_length, kv_length, tile.rows, rows_per_token)
+    extents = query_extents(masking, q_length, kv_length, tile.rows, rows_per_token)
     fitting = max(1, _CACHED_BYTES // max(1, kv_length * (width + v_width) * query.element_size()))
     adjacent = min(batch * heads, fitting * (group // rows_per_token))
     d0, d1 = halves(width)
@@ -212,7 +212,7 @@ def _run_queries(
     # fmt: off
     query_gradient[(blocks * batch * heads,)](
         query, key, value, d_out, lse, delta, dq,
-        masking.origin, masking.chunk_start, masking.documents, bytes_of(masking.padding), extents,
+        masking.origin, masking.chunk_start, masking.documents, masking.query_documents, bytes_of(masking.padding), extents,
         *query.stride()[:3], *key.stride()[:3], *value.stride()[:3], *d_out.stride()[:3], *dq.stride()[:3],
         origin_stride(masking.origin),
         q_length, kv_length, masking.q_origin, masking.kv_origin, masking.back, masking.ahead, masking.chunk,

@@ -7,61 +7,65 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .tiles import LOG2E, LOWEST, device_origin, interval, load_rows, load_tile, soft_capped, store_tile
+from .tiles import LOG2E, device_origin, interval, load_rows, load_tile, soft_capped, store_tile
 
 
 @triton.jit
 def _query_tiles(
-    low, high, member, dk0, dk1, dv0, dv1, k0, k1, v0, v1,
+    low, high, dk0, dk1, dv0, dv1, k0, k1, v0, v1,
     Q, DO, LSE, DELTA, stride_qh, stride_qt, stride_doh, stride_dot,
-    col_low, col_high, key_document, DOCUMENTS, key_real, q_length, scale, softcap,
-    MASKED: tl.constexpr, CAPPED: tl.constexpr, PACKED: tl.constexpr, GROUP: tl.constexpr,
+    col_low, col_high, key_document, QUERY_DOCUMENTS, key_real, rows_end, scale, softcap,
+    MASKED: tl.constexpr, CAPPED: tl.constexpr, FLAT: tl.constexpr, GROUP: tl.constexpr,
     WIDTH: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr, V_WIDTH: tl.constexpr, V0: tl.constexpr, V1: tl.constexpr,
     BLOCK_M: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Add what the query rows from `low` to `high` give; a row is a token, or a token and a head when PACKED."""
+    """Add what the query rows from `low` to `high` give; a row is a token and a head of the group. FLAT rows are evenly
+    spaced."""
     for start in tl.range(low, high, BLOCK_M, num_stages=STAGES):
         inner = tl.arange(0, BLOCK_M)
-        if PACKED:
-            first = start // GROUP
-            rows = start + inner
-            token = rows // GROUP
-            head = rows % GROUP
+        rows = start + inner
+        valid = rows < rows_end
+        first = start // GROUP
+        token = rows // GROUP
+        if FLAT:
+            q_base = Q + tl.cast(start, tl.int64) * stride_qh
+            do_base = DO + tl.cast(start, tl.int64) * stride_doh
+            q_rows = inner * stride_qh
+            do_rows = inner * stride_doh
         else:
-            first = start
-            token = start + inner
-            head = tl.zeros_like(token) + member
-        valid = token < q_length
-        step = token - first
-        q_base = Q + tl.cast(first, tl.int64) * stride_qt
-        do_base = DO + tl.cast(first, tl.int64) * stride_dot
-        q_rows = step * stride_qt + head * stride_qh
-        do_rows = step * stride_dot + head * stride_doh
-        q0 = load_rows(q_base, q_rows, valid, 0, WIDTH, D0)
+            q_base = Q + tl.cast(first, tl.int64) * stride_qt
+            do_base = DO + tl.cast(first, tl.int64) * stride_dot
+            q_rows = (token - first) * stride_qt + (rows % GROUP) * stride_qh
+            do_rows = (token - first) * stride_dot + (rows % GROUP) * stride_doh
+        q0 = load_rows(q_base, q_rows, valid, 0, WIDTH, D0, MASKED)
         logits = tl.dot(k0, tl.trans(q0), input_precision="ieee")
         if D1 > 0:
-            q1 = load_rows(q_base, q_rows, valid, D0, WIDTH, D1)
+            q1 = load_rows(q_base, q_rows, valid, D0, WIDTH, D1, MASKED)
             logits = tl.dot(k1, tl.trans(q1), logits, input_precision="ieee")
-        lse = tl.load(LSE + head * q_length + token, mask=valid, other=0.0) * LOG2E
-        delta = tl.load(DELTA + head * q_length + token, mask=valid, other=0.0)
+        if MASKED:
+            lse = tl.load(LSE + rows, mask=valid, other=0.0)
+            delta = tl.load(DELTA + rows, mask=valid, other=0.0)
+        else:
+            lse = tl.load(LSE + rows)
+            delta = tl.load(DELTA + rows)
         if CAPPED:
             logits = soft_capped(logits * scale, softcap)
-            weights = tl.exp2(logits * LOG2E - tl.maximum(lse, LOWEST)[None, :])
+            weights = tl.exp2(logits * LOG2E - lse[None, :])
         else:
-            weights = tl.exp2(logits * scale - tl.maximum(lse, LOWEST)[None, :])
+            weights = tl.exp2(logits * scale - lse[None, :])
         if MASKED:
             seen = (token[None, :] >= col_low[:, None]) & (token[None, :] < col_high[:, None])
-            if DOCUMENTS is not None:
-                document = tl.load(DOCUMENTS + token, mask=valid, other=0)
+            if QUERY_DOCUMENTS is not None:
+                document = tl.load(QUERY_DOCUMENTS + token, mask=valid, other=0)
                 seen = seen & (key_document[:, None] == document[None, :])
             if key_real is not None:
                 seen = seen & (key_real != 0)[:, None]
             weights = tl.where(seen, weights, 0.0)
-        do0 = load_rows(do_base, do_rows, valid, 0, V_WIDTH, V0)
+        do0 = load_rows(do_base, do_rows, valid, 0, V_WIDTH, V0, MASKED)
         dv0 = tl.dot(weights.to(do0.dtype), do0, dv0, input_precision="ieee")
         slope = tl.dot(v0, tl.trans(do0), input_precision="ieee")
         if V1 > 0:
-            do1 = load_rows(do_base, do_rows, valid, V0, V_WIDTH, V1)
+            do1 = load_rows(do_base, do_rows, valid, V0, V_WIDTH, V1, MASKED)
             dv1 = tl.dot(weights.to(do1.dtype), do1, dv1, input_precision="ieee")
             slope = tl.dot(v1, tl.trans(do1), slope, input_precision="ieee")
         slope = weights * (slope - delta[None, :])
@@ -80,16 +84,17 @@ _VARYING = ["q_length", "kv_length", "q_origin", "kv_origin", "back", "ahead", "
 
 @triton.jit(do_not_specialize=_VARYING)
 def key_value_gradients(
-    Q, K, V, DO, LSE, DELTA, DK, DV, ORIGIN, CHUNK_START, DOCUMENTS, PADDING, EXTENTS,
+    Q, K, V, DO, LSE, DELTA, DK, DV, ORIGIN, CHUNK_START, DOCUMENTS, QUERY_DOCUMENTS, PADDING, EXTENTS,
     stride_qb, stride_qh, stride_qt, stride_kb, stride_kh, stride_kt, stride_vb, stride_vh, stride_vt,
     stride_dob, stride_dot, stride_doh, stride_dkb, stride_dkh, stride_dkt, stride_dvb, stride_dvh, stride_dvt, stride_origin,
     q_length, kv_length, q_origin, kv_origin, back, ahead, chunk, blocks, kv_heads, adjacent, total_heads,
     scale, factor, softcap,
-    CHUNKED: tl.constexpr, CAPPED: tl.constexpr, PACKED: tl.constexpr, GROUP: tl.constexpr,
+    CHUNKED: tl.constexpr, CAPPED: tl.constexpr, FLAT: tl.constexpr, GROUP: tl.constexpr,
     WIDTH: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr, V_WIDTH: tl.constexpr, V0: tl.constexpr, V1: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr, PHASES: tl.constexpr,
 ):  # fmt: skip
-    """dK and dV of one block of keys of one kv head; `factor` is scale * log2(e), or scale when CAPPED."""
+    """dK and dV of one block of keys of one kv head; `factor` is scale * log2(e), or scale when CAPPED. LSE is in base 2,
+    and with DELTA [batch, kv heads, tokens, group]."""
     section = tl.program_id(0) // (blocks * adjacent)
     within = tl.program_id(0) % (blocks * adjacent)
     side = tl.minimum(adjacent, total_heads - section * adjacent)
@@ -112,8 +117,8 @@ def key_value_gradients(
     full_high = tl.min(col_high, 0)
     key_document = columns
     if DOCUMENTS is not None:
-        DOCUMENTS += batch * kv_length
-        key_document = tl.load(DOCUMENTS + columns, mask=real, other=0)
+        QUERY_DOCUMENTS += batch * q_length
+        key_document = tl.load(DOCUMENTS + batch * kv_length + columns, mask=real, other=0)
     key_real = None
     if PADDING is not None:
         key_real = tl.load(PADDING + batch * kv_length + columns, mask=real, other=0)
@@ -123,11 +128,10 @@ def key_value_gradients(
         high = tl.minimum(high, tl.load(extent + 1))
         full_low = tl.maximum(full_low, tl.load(extent + 2))
         full_high = tl.minimum(full_high, tl.load(extent + 3))
-    rows_per_token: tl.constexpr = GROUP if PACKED else 1
-    low = low * rows_per_token
-    high = high * rows_per_token
-    full_low = full_low * rows_per_token
-    full_high = full_high * rows_per_token
+    low = low * GROUP
+    high = high * GROUP
+    full_low = full_low * GROUP
+    full_high = full_high * GROUP
     middle = high
     late = high
     if PHASES:
@@ -154,28 +158,27 @@ def key_value_gradients(
     first_head = kv_head * GROUP
     Q += batch * stride_qb + first_head * stride_qh
     DO += batch * stride_dob + first_head * stride_doh
-    LSE += (batch * kv_heads * GROUP + first_head) * q_length
-    DELTA += (batch * kv_heads * GROUP + first_head) * q_length
-    for member in tl.range(0, 1 if PACKED else GROUP, num_stages=1):
+    LSE += (batch * kv_heads + kv_head) * q_length * GROUP
+    DELTA += (batch * kv_heads + kv_head) * q_length * GROUP
+    dk0, dk1, dv0, dv1 = _query_tiles(
+        low, middle, dk0, dk1, dv0, dv1, k0, k1, v0, v1,
+        Q, DO, LSE, DELTA, stride_qh, stride_qt, stride_doh, stride_dot,
+        col_low, col_high, key_document, QUERY_DOCUMENTS, key_real, q_length * GROUP, factor, softcap,
+        True, CAPPED, FLAT, GROUP, WIDTH, D0, D1, V_WIDTH, V0, V1, BLOCK_M, STAGES,
+    )  # fmt: skip
+    if PHASES:
         dk0, dk1, dv0, dv1 = _query_tiles(
-            low, middle, member, dk0, dk1, dv0, dv1, k0, k1, v0, v1,
+            middle, late, dk0, dk1, dv0, dv1, k0, k1, v0, v1,
             Q, DO, LSE, DELTA, stride_qh, stride_qt, stride_doh, stride_dot,
-            col_low, col_high, key_document, DOCUMENTS, key_real, q_length, factor, softcap,
-            True, CAPPED, PACKED, GROUP, WIDTH, D0, D1, V_WIDTH, V0, V1, BLOCK_M, STAGES,
+            col_low, col_high, key_document, QUERY_DOCUMENTS, key_real, q_length * GROUP, factor, softcap,
+            False, CAPPED, FLAT, GROUP, WIDTH, D0, D1, V_WIDTH, V0, V1, BLOCK_M, STAGES,
         )  # fmt: skip
-        if PHASES:
-            dk0, dk1, dv0, dv1 = _query_tiles(
-                middle, late, member, dk0, dk1, dv0, dv1, k0, k1, v0, v1,
-                Q, DO, LSE, DELTA, stride_qh, stride_qt, stride_doh, stride_dot,
-                col_low, col_high, key_document, DOCUMENTS, key_real, q_length, factor, softcap,
-                False, CAPPED, PACKED, GROUP, WIDTH, D0, D1, V_WIDTH, V0, V1, BLOCK_M, STAGES,
-            )  # fmt: skip
-            dk0, dk1, dv0, dv1 = _query_tiles(
-                late, high, member, dk0, dk1, dv0, dv1, k0, k1, v0, v1,
-                Q, DO, LSE, DELTA, stride_qh, stride_qt, stride_doh, stride_dot,
-                col_low, col_high, key_document, DOCUMENTS, key_real, q_length, factor, softcap,
-                True, CAPPED, PACKED, GROUP, WIDTH, D0, D1, V_WIDTH, V0, V1, BLOCK_M, STAGES,
-            )  # fmt: skip
+        dk0, dk1, dv0, dv1 = _query_tiles(
+            late, high, dk0, dk1, dv0, dv1, k0, k1, v0, v1,
+            Q, DO, LSE, DELTA, stride_qh, stride_qt, stride_doh, stride_dot,
+            col_low, col_high, key_document, QUERY_DOCUMENTS, key_real, q_length * GROUP, factor, softcap,
+            True, CAPPED, FLAT, GROUP, WIDTH, D0, D1, V_WIDTH, V0, V1, BLOCK_M, STAGES,
+        )  # fmt: skip
     dk_base = DK + batch * stride_dkb + kv_head * stride_dkh + start * stride_dkt
     dv_base = DV + batch * stride_dvb + kv_head * stride_dvh + start * stride_dvt
     store_tile(dk_base, inner * stride_dkt, real, dk0 * scale, 0, WIDTH, D0)

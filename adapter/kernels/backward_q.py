@@ -7,7 +7,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .tiles import LOG2E, LOWEST, device_origin, interval, load_rows, load_tile, soft_capped, store_tile
+from .tiles import LOG2E, device_origin, interval, load_rows, load_tile, soft_capped, store_tile
 
 
 @triton.jit
@@ -62,7 +62,7 @@ _VARYING = ["q_length", "kv_length", "q_origin", "kv_origin", "back", "ahead", "
 
 @triton.jit(do_not_specialize=_VARYING)
 def query_gradient(
-    Q, K, V, DO, LSE, DELTA, DQ, ORIGIN, CHUNK_START, DOCUMENTS, PADDING, EXTENTS,
+    Q, K, V, DO, LSE, DELTA, DQ, ORIGIN, CHUNK_START, DOCUMENTS, QUERY_DOCUMENTS, PADDING, EXTENTS,
     stride_qb, stride_qh, stride_qt, stride_kb, stride_kh, stride_kt, stride_vb, stride_vh, stride_vt,
     stride_dob, stride_dot, stride_doh, stride_dqb, stride_dqh, stride_dqt, stride_origin,
     q_length, kv_length, q_origin, kv_origin, back, ahead, chunk, blocks, rows_of_heads, adjacent, total_heads,
@@ -71,7 +71,8 @@ def query_gradient(
     WIDTH: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr, V_WIDTH: tl.constexpr, V0: tl.constexpr, V1: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr, PHASES: tl.constexpr,
 ):  # fmt: skip
-    """dQ of one block of query rows; `factor` is scale * log2(e), or scale when CAPPED."""
+    """dQ of one block of query rows; `factor` is scale * log2(e), or scale when CAPPED. LSE is in base 2, and with DELTA
+    [batch, kv heads, tokens, group]."""
     section = tl.program_id(0) // (blocks * adjacent)
     within = tl.program_id(0) % (blocks * adjacent)
     side = tl.minimum(adjacent, total_heads - section * adjacent)
@@ -87,14 +88,14 @@ def query_gradient(
         member = rows % GROUP
         kv_head = lane
         first_head = lane * GROUP
-        heads = rows_of_heads * GROUP
+        kv_heads = rows_of_heads
     else:
         first_token = block * BLOCK_M
         token = rows
         member = tl.zeros_like(rows)
         kv_head = lane // GROUP
         first_head = lane
-        heads = rows_of_heads
+        kv_heads = rows_of_heads // GROUP
     valid = token < q_length
     step = token - first_token
     first_token = first_token.to(tl.int64)
@@ -110,8 +111,8 @@ def query_gradient(
     do1 = do0
     if V1 > 0:
         do1 = load_rows(do_base, do_rows, valid, V0, V_WIDTH, V1)
-    scalars = (batch * heads + first_head + member) * q_length + token
-    lse = tl.maximum(tl.load(LSE + scalars, mask=valid, other=0.0) * LOG2E, LOWEST)
+    scalars = ((batch * kv_heads + kv_head) * q_length + token) * GROUP + (first_head + member) % GROUP
+    lse = tl.load(LSE + scalars, mask=valid, other=0.0)
     delta = tl.load(DELTA + scalars, mask=valid, other=0.0)
 
     q_origin = device_origin(ORIGIN, q_origin, batch, stride_origin)
@@ -126,7 +127,7 @@ def query_gradient(
     row_document = row_low
     if DOCUMENTS is not None:
         DOCUMENTS += batch * kv_length
-        row_document = tl.load(DOCUMENTS + token, mask=valid, other=0)
+        row_document = tl.load(QUERY_DOCUMENTS + batch * q_length + token, mask=valid, other=0)
     if PADDING is not None:
         PADDING += batch * kv_length
     if EXTENTS is not None:

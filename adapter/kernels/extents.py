@@ -9,6 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from .masking import Masking
 from .shapes import ceil_div
 
 _STEP = 128
@@ -16,7 +17,7 @@ _STEP = 128
 
 @triton.jit(do_not_specialize=["own_length", "other_length", "blocks"])
 def _extents(
-    DOCUMENTS, PADDING, OUT, own_length, other_length, blocks,
+    OWN_DOCUMENTS, OTHER_DOCUMENTS, PADDING, OUT, own_length, other_length, blocks,
     ROWS: tl.constexpr, GROUP: tl.constexpr, OWN: tl.constexpr, STEP: tl.constexpr, OWN_ARE_KEYS: tl.constexpr,
 ):  # fmt: skip
     block = tl.program_id(0)
@@ -28,9 +29,9 @@ def _extents(
     most = 2147483647
     any_own = 1
     all_own = 1
-    if DOCUMENTS is not None:
-        DOCUMENTS += batch * other_length
-        ids = tl.load(DOCUMENTS + own, mask=own < end, other=0).to(tl.int32)
+    if OWN_DOCUMENTS is not None:
+        OTHER_DOCUMENTS += batch * other_length
+        ids = tl.load(OWN_DOCUMENTS + batch * own_length + own, mask=own < end, other=0).to(tl.int32)
         least = tl.min(tl.where(own < end, ids, 2147483647), 0)
         most = tl.max(tl.where(own < end, ids, -2147483647), 0)
     if PADDING is not None:
@@ -47,8 +48,8 @@ def _extents(
         inside = other < other_length
         meets = any_own > 0
         whole = (all_own > 0) & (start + STEP <= other_length)
-        if DOCUMENTS is not None:
-            ids = tl.load(DOCUMENTS + other, mask=inside, other=0).to(tl.int32)
+        if OWN_DOCUMENTS is not None:
+            ids = tl.load(OTHER_DOCUMENTS + other, mask=inside, other=0).to(tl.int32)
             first = tl.min(tl.where(inside, ids, 2147483647), 0)
             last = tl.max(tl.where(inside, ids, -2147483647), 0)
             meets = meets & (first <= most) & (last >= least)
@@ -71,37 +72,51 @@ def _extents(
 
 
 def _run(
-    documents: Tensor | None, padding: Tensor | None, own: int, other: int, rows: int, group: int, keys: bool
+    own_documents: Tensor | None,
+    other_documents: Tensor | None,
+    padding: Tensor | None,
+    own: int,
+    other: int,
+    rows: int,
+    group: int,
+    keys: bool,
 ) -> Tensor:
-    given = documents if documents is not None else padding
+    given = own_documents if own_documents is not None else padding
     assert given is not None
     blocks = ceil_div(own * group, rows)
     out = torch.empty(given.shape[0], blocks, 4, dtype=torch.int32, device=given.device)
     tokens = triton.next_power_of_2(ceil_div(rows, group) + 1)
     # fmt: off
     _extents[(blocks, given.shape[0])](
-        documents, None if padding is None else padding.view(torch.uint8), out, own, other, blocks,
+        own_documents, other_documents, None if padding is None else padding.view(torch.uint8), out, own, other, blocks,
         ROWS=rows, GROUP=group, OWN=tokens, STEP=_STEP, OWN_ARE_KEYS=keys, num_warps=4,
     )
     # fmt: on
     return out
 
 
-def query_extents(
-    documents: Tensor | None, padding: Tensor | None, q_length: int, kv_length: int, rows: int, group: int
-) -> Tensor:
-    """For every block of `rows` query rows (`group` rows a token) the keys [low, high) it can meet and a wholly visible range.
+def query_extents(masking: Masking, q_length: int, kv_length: int, rows: int, group: int) -> Tensor | None:
+    """For every block of `rows` query rows (`group` rows a token) the keys [low, high) it can meet and a wholly visible
+    range.
 
     Returns:
-        [batch, blocks, 4] int32: low, high, full low, full high.
+        [batch, blocks, 4] int32: low, high, full low, full high; None where no tensor limits anything.
     """
-    return _run(documents, padding, q_length, kv_length, rows, group, keys=False)
+    if not masking.has_extents:
+        return None
+    return _run(
+        masking.query_documents, masking.documents, masking.padding, q_length, kv_length, rows, group, keys=False
+    )  # fmt: skip
 
 
-def key_extents(documents: Tensor | None, padding: Tensor | None, q_length: int, kv_length: int, rows: int) -> Tensor:
+def key_extents(masking: Masking, q_length: int, kv_length: int, rows: int) -> Tensor | None:
     """For every block of `rows` keys the query tokens [low, high) that can meet it and a range that meets all of it.
 
     Returns:
-        [batch, blocks, 4] int32.
+        [batch, blocks, 4] int32; None where no tensor limits anything.
     """
-    return _run(documents, padding, kv_length, q_length, rows, 1, keys=True)
+    if not masking.has_extents:
+        return None
+    return _run(
+        masking.documents, masking.query_documents, masking.padding, kv_length, q_length, rows, 1, keys=True
+    )  # fmt: skip

@@ -23,7 +23,8 @@ class Masking:
         ahead: greatest distance `key - query`; UNLIMITED for none.
         chunk: positions in a chunk; 0 for no chunks.
         chunk_start: [batch] int64, where chunks begin counting; None for 0.
-        documents: [batch, kv_length] integers; None for one document.
+        documents: [batch, kv_length] integers, those of the keys; None for one document.
+        query_documents: [batch, q_length] integers; None when `documents` is.
         padding: [batch, kv_length] bool, True where real; None where all are.
         dense: bool, expanded to [batch, num_heads, q_length, kv_length]; None for no mask.
         bias: floating, expanded to the same shape, added to the logits; None for no bias.
@@ -37,6 +38,7 @@ class Masking:
     chunk: int = 0
     chunk_start: Tensor | None = None
     documents: Tensor | None = None
+    query_documents: Tensor | None = None
     padding: Tensor | None = None
     dense: Tensor | None = None
     bias: Tensor | None = None
@@ -55,6 +57,7 @@ class Masking:
             chunk=visibility.chunk_size or 0,
             chunk_start=visibility.chunk_start,
             documents=visibility.documents,
+            query_documents=visibility.documents if visibility.query_documents is None else visibility.query_documents,
             padding=visibility.padding,
             dense=visibility.dense,
             bias=bias,
@@ -92,6 +95,7 @@ class Masking:
             self.chunk,
             None if self.chunk_start is None else self.chunk_start.expand(batch).contiguous(),
             None if self.documents is None else self.documents.expand(batch, kv_length).contiguous(),
+            None if self.query_documents is None else self.query_documents.expand(batch, q_length).contiguous(),
             None if self.padding is None else self.padding.expand(batch, kv_length).contiguous(),
             None if self.dense is None else self.dense.expand(shape),
             None if self.bias is None else self.bias.expand(shape),

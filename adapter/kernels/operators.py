@@ -14,7 +14,7 @@ from . import backward, decode, prefill
 from .masking import Masking
 
 _MASKING = (
-    "Tensor? origin, Tensor? chunk_start, Tensor? documents, Tensor? padding, Tensor? dense, Tensor? bias, "
+    "Tensor? origin, Tensor? chunk_start, Tensor? documents, Tensor? query_documents, Tensor? padding, Tensor? dense, Tensor? bias, "
     "SymInt q_origin, SymInt kv_origin, SymInt back, SymInt ahead, SymInt chunk"
 )
 _FORWARD = f"(Tensor query, Tensor key, Tensor value, Tensor? sinks, float scale, float? softcap, {_MASKING}) -> (Tensor, Tensor)"
@@ -29,9 +29,11 @@ _library.define(f"prefill_backward{_BACKWARD}")
 
 
 def _masking(arguments: tuple[Any, ...], query: Tensor, key: Tensor) -> Masking:
-    origin, chunk_start, documents, padding, dense, bias, q_origin, kv_origin, back, ahead, chunk = arguments
+    origin, chunk_start, documents, query_documents, *rest = arguments
+    padding, dense, bias, q_origin, kv_origin, back, ahead, chunk = rest
     masking = Masking(
-        q_origin, origin, kv_origin, back, ahead, chunk, chunk_start, documents, padding, dense, bias
+        q_origin, origin, kv_origin, back, ahead, chunk, chunk_start, documents, query_documents, padding,
+        dense, bias,
     )  # fmt: skip
     return masking.expanded(query.shape[0], query.shape[1], query.shape[2], key.shape[2])
 
@@ -42,6 +44,7 @@ def flat(masking: Masking) -> tuple[Any, ...]:
         masking.origin,
         masking.chunk_start,
         masking.documents,
+        masking.query_documents,
         masking.padding,
         masking.dense,
         masking.bias,
@@ -96,7 +99,7 @@ def _fake_backward(query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | No
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
     query, key, value, sinks, ctx.scale, ctx.softcap, *masking = inputs
-    tensors, ctx.numbers = masking[:6], masking[6:]
+    tensors, ctx.numbers = masking[:7], masking[7:]
     ctx.save_for_backward(query, key, value, sinks, *output, *tensors)
     ctx.set_materialize_grads(False)
 

@@ -29,7 +29,7 @@ _VARYING = ["q_length", "kv_length", "q_origin", "kv_origin", "back", "ahead", "
 @triton.jit(do_not_specialize=_VARYING)
 def _forward(
     Q, K, V, SINKS, OUT, LSE,
-    ORIGIN, CHUNK_START, DOCUMENTS, PADDING, DENSE, BIAS, EXTENTS,
+    ORIGIN, CHUNK_START, DOCUMENTS, QUERY_DOCUMENTS, PADDING, DENSE, BIAS, EXTENTS,
     stride_qb, stride_qh, stride_qt, stride_kb, stride_kh, stride_kt, stride_vb, stride_vh, stride_vt,
     stride_ob, stride_ot, stride_oh, stride_sb, stride_sh, stride_st,
     stride_db, stride_dh, stride_dt, stride_dc, stride_bb, stride_bh, stride_bt, stride_bc, stride_origin,
@@ -83,7 +83,7 @@ def _forward(
     row_document = row_low
     if DOCUMENTS is not None:
         DOCUMENTS += batch * kv_length
-        row_document = tl.load(DOCUMENTS + token, mask=valid, other=0)
+        row_document = tl.load(QUERY_DOCUMENTS + batch * q_length + token, mask=valid, other=0)
     if PADDING is not None:
         PADDING += batch * kv_length
     if EXTENTS is not None:
@@ -193,9 +193,7 @@ def attend(
     heads = kv_heads if tile.packed else num_heads
     rows_per_token = group if tile.packed else 1
     blocks = ceil_div(q_length * rows_per_token, tile.rows)
-    extents = None
-    if masking.has_extents:
-        extents = query_extents(masking.documents, masking.padding, q_length, kv_length, tile.rows, rows_per_token)
+    extents = query_extents(masking, q_length, kv_length, tile.rows, rows_per_token)
     fitting = max(1, _CACHED_BYTES // (kv_length * (width + v_width) * query.element_size()))
     adjacent = min(batch * heads, fitting * (1 if tile.packed else group))
     d0, d1 = halves(width)
@@ -204,8 +202,8 @@ def attend(
         # fmt: off
         _forward[(blocks * batch * heads,)](
             query, key, value, sinks, out, lse,
-            masking.origin, masking.chunk_start, masking.documents, bytes_of(masking.padding), bytes_of(masking.dense),
-            masking.bias, extents,
+            masking.origin, masking.chunk_start, masking.documents, masking.query_documents, bytes_of(masking.padding),
+            bytes_of(masking.dense), masking.bias, extents,
             *query.stride()[:3], *key.stride()[:3], *value.stride()[:3], *out.stride()[:3], *sink_strides(sinks),
             *strides_of(masking.dense), *strides_of(masking.bias), origin_stride(masking.origin),
             q_length, kv_length, masking.q_origin, masking.kv_origin, masking.back, masking.ahead, masking.chunk,

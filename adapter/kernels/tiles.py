@@ -81,10 +81,14 @@ def sink_logits(SINKS, batch, head, token, stride_b, stride_h, stride_t, valid):
 
 
 @triton.jit
-def load_rows(base, offsets, valid, first, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
-    """A [rows, BLOCK] tile at row offsets `offsets`, columns from `first`; rows that are not valid are 0."""
+def load_rows(base, offsets, valid, first, WIDTH: tl.constexpr, BLOCK: tl.constexpr, MASKED: tl.constexpr = True):
+    """A [rows, BLOCK] tile at row offsets `offsets`, columns from `first`; when MASKED, rows that are not valid are 0."""
     columns = first + tl.arange(0, BLOCK)
-    mask = valid[:, None]
+    pointers = base + offsets[:, None] + columns[None, :]
     if first + BLOCK > WIDTH:
-        mask = mask & (columns[None, :] < WIDTH)
-    return tl.load(base + offsets[:, None] + columns[None, :], mask=mask, other=0.0)
+        if MASKED:
+            return tl.load(pointers, mask=valid[:, None] & (columns[None, :] < WIDTH), other=0.0)
+        return tl.load(pointers, mask=columns[None, :] < WIDTH, other=0.0)
+    if MASKED:
+        return tl.load(pointers, mask=valid[:, None], other=0.0)
+    return tl.load(pointers)
