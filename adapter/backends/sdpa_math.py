@@ -18,6 +18,8 @@ from . import blocks, torch_ops
 from .blocks import Block
 from .call import AttentionCall
 
+_SLICE = 256
+
 
 @dataclass(frozen=True)
 class _Prepared:
@@ -56,7 +58,7 @@ def forward(call: AttentionCall) -> tuple[Tensor, Tensor]:
         share, lse_s[:, :, rows] = _join(lse, _sink(call, rows, lse.dtype))
         share = share if p.seeing is None else share * p.seeing
         out, share = out[..., :v_head_dim].transpose(1, 2), share.transpose(1, 2)[..., None]
-        torch.mul(out, share, out=output[:, rows])
+        _multiply(out, share, output[:, rows])
     return output, lse_s
 
 
@@ -76,6 +78,12 @@ def backward(call: AttentionCall, grad: Tensor, output: Tensor, lse_s: Tensor) -
         dk[:, :, columns] += dk_b[..., : dk.shape[3]]
         dv[:, :, columns] += dv_b[..., : dv.shape[3]]
     return dq, dk.to(call.key.dtype), dv.to(call.value.dtype), _sink_gradient(call, grad, output, lse_s)
+
+
+def _multiply(out: Tensor, share: Tensor, into: Tensor) -> None:
+    """By slices of queries: the product of half precision and fp32 makes fp32 copies of all that it is given."""
+    for pieces in zip(*(t.split(_SLICE, dim=1) for t in (out, share, into)), strict=True):
+        torch.mul(pieces[0], pieces[1], out=pieces[2])
 
 
 def _join(lse: Tensor, sink: Tensor | None) -> tuple[Tensor, Tensor]:
