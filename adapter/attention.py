@@ -147,6 +147,10 @@ class Attention(nn.Module):
         return any(n in arguments and arguments[n].status is Status.DYNAMIC for n in ("s_aux", "sinks"))
 
     def _adopt(self, module: nn.Module, sink: Tensor) -> None:
+        if any(hasattr(p, "device_mesh") for p in module.parameters()):
+            raise SinkError(
+                "the source does not tell this layer's sink, and its weights are sharded", where=where(module, self)
+            )
         source = next((n for n, p in module.named_parameters() if p is sink), None)
         if source is None and sink.dim() != 4:
             raise SinkError("the sink of this call is no parameter of the module", where=where(module, self))
