@@ -13,6 +13,9 @@ from typing import Any
 import torch
 from torch import nn
 
+from fusers.attention import AttentionFuser
+from fusers.base import Value
+
 HEAD = """
 import functools
 import math
@@ -96,3 +99,11 @@ def write_class(folder: Path, body: str, members: str = "", arguments: str = "")
 def write_call(folder: Path, keywords: str, before: str = "pass", members: str = "") -> type[nn.Module]:
     """A class with one ordinary call of the interface that passes `keywords`."""
     return write_class(folder, f"{before}\n{LOOKUP}\nreturn attend({QKV}, {keywords})", members)
+
+
+def value_of(folder: Path, expression: str, before: str = "pass", members: str = "", **attributes: Any) -> Value:
+    """The value of `expression` passed as a keyword, on an instance that also has `attributes`."""
+    module = write_call(folder, f"scaling=1.0, softcap={expression}", before, members)()
+    for name, attribute in attributes.items():
+        setattr(module, name, attribute)
+    return AttentionFuser().validate(module).arguments["softcap"]
