@@ -15,6 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from . import hopper_launch
 from .extents import query_extents
 from .masking import Masking, bytes_of, origin_stride, sink_strides, strides_of
 from .shapes import ceil_div, halves, on_device_of, rows_ready
@@ -190,6 +191,10 @@ def attend(
         capability = capability_of(query.device)
         rows = q_length * group
         tile = tile_for("prefill", capability, max(width, v_width), query.element_size(), masking.is_windowed, rows)
+    if hopper_launch.accepts(query, key, value, softcap, masking, tile):
+        with on_device_of(query):
+            hopper_launch.launch(query, key, value, sinks, out, lse, scale, masking, tile)
+        return out, lse
     heads = kv_heads if tile.packed else num_heads
     rows_per_token = group if tile.packed else 1
     blocks = ceil_div(q_length * rows_per_token, tile.rows)

@@ -19,7 +19,8 @@ INTERPRETED = (0, 0)
 
 @dataclass(frozen=True)
 class Tile:
-    """How one kernel is cut: rows and columns of a tile, warps, pipeline stages, register limit, packed group, phases."""
+    """How one kernel is cut: rows and columns of a tile, warps, pipeline stages, register limit, packed group, phases,
+    and whether the kernel written for Hopper takes the calls that it can."""
 
     rows: int
     columns: int
@@ -28,6 +29,7 @@ class Tile:
     registers: int | None = None
     packed: bool = False
     phases: bool = True
+    gluon: bool = False
     splits: int = 0
     """Decode: CTAs that one multiprocessor should get; 0 where it does not apply."""
 
