@@ -18,7 +18,7 @@ from fusers.base import LayerFinding, Outcome
 from .attention import NAMES, Attention, registered_attention
 from .backends import registry
 from .checkpoint import check_sink_values
-from .errors import AdaptError, RefusedError
+from .errors import AdaptError, SinkholdError
 from .interface import IMPLEMENTATION
 from .recording import record
 from .report import Report, expected_needs, report_of
@@ -50,12 +50,17 @@ def find_layers(model: nn.Module) -> dict[str, LayerFinding]:
     for path, module in model.named_modules():
         if type(module).__module__.startswith("torch.") or isinstance(module, Attention):
             continue
-        finding = fuser.match(type(module))
-        if finding.outcome is Outcome.REFUSED:
-            raise RefusedError(finding.reason, where=f"{path}, {finding.where}")
-        if finding.outcome is not Outcome.NONE:
-            found[path] = fuser.validate(module)
+        if fuser.match(type(module)).outcome is not Outcome.NONE:
+            found[path] = _validated(fuser, path, module)
     return found
+
+
+def _validated(fuser: AttentionFuser, path: str, module: nn.Module) -> LayerFinding:
+    try:
+        return fuser.validate(module)
+    except SinkholdError as error:
+        error.where = f"{path}, {error.where}" if path else error.where
+        raise
 
 
 def adapt(model: nn.Module, backend: str = registry.AUTO, *, recording: bool | None = None) -> Report:

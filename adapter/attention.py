@@ -137,7 +137,7 @@ class Attention(nn.Module):
         """Take down the first call; where the source could not tell the sink, the call decides."""
         if self.finding.sink.kind is SinkKind.NONE and sink is not None and self._sink_is_unknown():
             self._adopt(module, sink)
-        if self.sink_is_transformed and sink is not None and not sink.is_meta:
+        if self.sink_is_transformed and self.finding.sink.exact and sink is not None and not sink.is_meta:
             self._compare_values(module, sink)
         shapes = {n: list(v.shape) if isinstance(v, Tensor) else v for n, v in kwargs.items() if v is not None}
         self.recorded = shapes
