@@ -36,10 +36,7 @@ _BUILT_IN = {
     "flex": frozenset({"cuda"}),
     "eager": _EVERYWHERE,
     "reference": _EVERYWHERE,
-    "flash_attn": frozenset({"cuda"}),
-    "flashinfer": frozenset({"cuda"}),
 }
-_ONLY_BY_NAME = frozenset({"flash_attn", "flashinfer"})
 
 _backends: dict[str, Backend] = {}
 _selected: dict[tuple[str, Needs], Backend] = {}
@@ -140,8 +137,6 @@ def _choose(name: str, needs: Needs) -> Backend:
         return get(name)
     reasons_by_name = {}
     for candidate in _BUILT_IN:
-        if candidate in _ONLY_BY_NAME:
-            continue
         reasons_by_name[candidate] = refusals(candidate, needs)
         if not reasons_by_name[candidate]:
             return get(candidate)

@@ -82,8 +82,9 @@ def backward(call: AttentionCall, grad: Tensor, output: Tensor, lse_s: Tensor) -
 
 def _multiply(out: Tensor, share: Tensor, into: Tensor) -> None:
     """By slices of queries: the product of half precision and fp32 makes fp32 copies of all that it is given."""
-    for pieces in zip(*(t.split(_SLICE, dim=1) for t in (out, share, into)), strict=True):
-        torch.mul(pieces[0], pieces[1], out=pieces[2])
+    for start in range(0, out.shape[1], _SLICE):
+        rows = slice(start, start + _SLICE)
+        torch.mul(out[:, rows], share[:, rows], out=into[:, rows])
 
 
 def _join(lse: Tensor, sink: Tensor | None) -> tuple[Tensor, Tensor]:
