@@ -13,6 +13,7 @@ from adapter.backends.capability import Feature
 from adapter.backends.eager import Eager
 from adapter.backends.reference import Reference
 from adapter.verify import parallel as parallel_probe
+from adapter.verify import saving as saving_probe
 from adapter.verify import verify
 from tests.adapter.probing import (
     CAUSALITY,
@@ -244,7 +245,7 @@ def _with_tensor(init):
 
 
 def test_a_large_model_is_compared_by_keys_and_shapes(monkeypatch):
-    monkeypatch.setattr("adapter.verify.saving.LARGEST", 1000)
+    monkeypatch.setattr(saving_probe, "LARGEST", 1000)
     found = row(verify(small()), SAVING)
     assert found.status == "pass"
     assert "are not written" in found.detail
