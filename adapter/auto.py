@@ -18,6 +18,7 @@ from .checkpoint import CheckpointSummary, check_checkpoint, check_loading_info,
 from .checkpoint.errors import SinkShapeError
 from .errors import AdaptError
 from .interface import IMPLEMENTATION
+from .parallel import parallel_load
 
 
 class _AutoAdapter:
@@ -54,13 +55,15 @@ class _AutoAdapter:
         _check_implementation(kwargs)
         if backend != registry.AUTO:
             registry.get(backend)
-        summary = _check_folder(path, kwargs)
         wants_info = kwargs.pop("output_loading_info", False)
-        model, info = cls._load(path, model_args, kwargs, summary)
-        check_loading_info(info, sink_names(model), allow_missing_sinks, model_keys=model.state_dict().keys())
-        if summary is not None:
-            check_renamed_sinks(summary, model, key_mapping=kwargs.get("key_mapping"))
-        adapt(model, backend)
+        with parallel_load(cls.auto, path, kwargs) as load:
+            summary = _check_folder(path, load.kwargs)
+            model, info = cls._load(path, model_args, load.kwargs, summary)
+            load.loaded(model)
+            check_loading_info(info, sink_names(model), allow_missing_sinks, model_keys=model.state_dict().keys())
+            if summary is not None:
+                check_renamed_sinks(summary, model, key_mapping=kwargs.get("key_mapping"))
+            adapt(model, backend)
         return (model, info) if wants_info else model
 
     @classmethod

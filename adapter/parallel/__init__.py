@@ -1,0 +1,10 @@
+"""Attention with sinks on several devices, on the engines of torch.distributed and transformers."""
+
+from __future__ import annotations
+
+from .agreement import Agreement, start_ranks
+from .loading import ParallelLoad, parallel_load
+from .plan import Plan, derive_plan
+from .shards import Shards, shards_of
+
+__all__ = ["Agreement", "ParallelLoad", "Plan", "Shards", "derive_plan", "parallel_load", "shards_of", "start_ranks"]
