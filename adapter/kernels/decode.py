@@ -24,29 +24,31 @@ from .tuning import Tile, capability_of, tile_for
 
 @triton.jit
 def _merge(
-    PARTIAL, LARGEST, TOTAL, unit, sink, inner, first,
-    SPLITS: tl.constexpr, BLOCK_M: tl.constexpr, V_BLOCK: tl.constexpr, V: tl.constexpr, CHUNK: tl.constexpr,
+    PARTIAL, LARGEST, TOTAL, unit, sink, rows, first, valid,
+    SPLITS: tl.constexpr, BLOCK_M: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, WIDTH: tl.constexpr,
+    UNROLL: tl.constexpr,
 ):  # fmt: skip
-    """Columns from `first` of the merged output, and the log-sum-exp in base 2, of one unit's rows; the sink joins here."""
+    """Columns from `first` of the merged output of one unit's rows, and their maximum and sum in base 2; the sink joins here."""
     largest = tl.maximum(sink, LOWEST)
-    for start in tl.static_range(0, SPLITS, CHUNK):
-        split = start + tl.arange(0, CHUNK)
-        rows = (unit * SPLITS + split)[:, None] * BLOCK_M + inner[None, :]
-        part = tl.load(LARGEST + rows, mask=(split < SPLITS)[:, None], other=LOWEST, cache_modifier=".cg")
-        largest = tl.maximum(largest, tl.max(part, 0))
     total = tl.exp2(sink - largest)
-    acc = tl.zeros([BLOCK_M, V_BLOCK], tl.float32)
-    columns = first + tl.arange(0, V_BLOCK)
-    for start in tl.static_range(0, SPLITS, CHUNK):
-        split = start + tl.arange(0, CHUNK)
-        real = split < SPLITS
-        rows = (unit * SPLITS + split)[:, None] * BLOCK_M + inner[None, :]
-        part = tl.load(LARGEST + rows, mask=real[:, None], other=LOWEST, cache_modifier=".cg")
-        share = tl.exp2(part - largest[None, :])
-        total += tl.sum(share * tl.load(TOTAL + rows, mask=real[:, None], other=0.0, cache_modifier=".cg"), 0)
-        pointers = PARTIAL + rows[:, :, None] * V + columns[None, None, :]
-        values = tl.load(pointers, mask=real[:, None, None] & (columns < V)[None, None, :], other=0.0, cache_modifier=".cg")
-        acc += tl.sum(values * share[:, :, None], 0)
+    acc = tl.zeros([ROWS, BLOCK], tl.float32)
+    columns = first + tl.arange(0, BLOCK)
+    mask = valid[:, None] & (columns < WIDTH)[None, :]
+    for start in tl.range(0, SPLITS, UNROLL):
+        # Loads of one round depend on nothing, so that they are in flight together.
+        for step in tl.static_range(UNROLL):
+            row = (unit * SPLITS + start + step) * BLOCK_M + rows
+            there = valid & (start + step < SPLITS)
+            part = tl.load(LARGEST + row, mask=there, other=LOWEST, cache_modifier=".cg")
+            part_total = tl.load(TOTAL + row, mask=there, other=0.0, cache_modifier=".cg")
+            pointers = PARTIAL + row[:, None] * WIDTH + columns[None, :]
+            values = tl.load(pointers, mask=mask & (start + step < SPLITS), other=0.0, cache_modifier=".cg")
+            new_largest = tl.maximum(largest, part)
+            shrink = tl.exp2(largest - new_largest)
+            share = tl.exp2(part - new_largest)
+            total = total * shrink + part_total * share
+            acc = acc * shrink[:, None] + values * share[:, None]
+            largest = new_largest
     return acc * tl.where(total > 0, 1.0 / total, 0.0)[:, None], largest, total
 
 
@@ -63,7 +65,7 @@ def _decode(
     q_length, kv_length, q_origin, kv_origin, back, ahead, chunk, scale, softcap,
     CHUNKED: tl.constexpr, CAPPED: tl.constexpr, GROUP: tl.constexpr, CLEAN_V: tl.constexpr, PAGE: tl.constexpr,
     WIDTH: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr, V_WIDTH: tl.constexpr, V0: tl.constexpr, V1: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr, SPLITS: tl.constexpr, CHUNK: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr, SPLITS: tl.constexpr, ROWS: tl.constexpr, UNROLL: tl.constexpr,
 ):  # fmt: skip
     split = tl.program_id(0) % SPLITS
     block = tl.program_id(0) // SPLITS
@@ -112,12 +114,10 @@ def _decode(
         K += batch * stride_kb + kv_head * stride_kh
         V += batch * stride_vb + kv_head * stride_vh
 
-    sink = tl.full([BLOCK_M], float("-inf"), tl.float32)
-    if SINKS is not None:
-        sink = sink_logits(SINKS, batch, first_head + member, token, stride_sb, stride_sh, stride_st, valid)
     largest = tl.full([BLOCK_M], LOWEST, tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
-    if SPLITS == 1:
+    if SPLITS == 1 and SINKS is not None:
+        sink = sink_logits(SINKS, batch, first_head + member, token, stride_sb, stride_sh, stride_st, valid)
         largest = tl.maximum(sink, LOWEST)
         total = tl.exp2(sink - largest)
     acc0 = tl.zeros([BLOCK_M, V0], tl.float32)
@@ -130,8 +130,8 @@ def _decode(
 
     out_base = OUT + batch * stride_ob + first_head * stride_oh
     out_rows = token * stride_ot + member * stride_oh
-    lse_rows = LSE + (batch * kv_heads * GROUP + first_head + member) * q_length + token
     if SPLITS == 1:
+        lse_rows = LSE + (batch * kv_heads * GROUP + first_head + member) * q_length + token
         inverse = tl.where(total > 0, 1.0 / total, 0.0)
         store_tile(out_base, out_rows, valid, acc0 * inverse[:, None], 0, V_WIDTH, V0)
         if V1 > 0:
@@ -144,18 +144,31 @@ def _decode(
         store_tile(PARTIAL, part * V_WIDTH, valid, acc0, 0, V_WIDTH, V0)
         if V1 > 0:
             store_tile(PARTIAL, part * V_WIDTH, valid, acc1, V0, V_WIDTH, V1)
-        tl.store(LARGEST + part, largest)
-        tl.store(TOTAL + part, total)
+        tl.store(LARGEST + part, largest, mask=valid)
+        tl.store(TOTAL + part, total, mask=valid)
         # Every thread's stores come before the one thread's arrival, which releases them to the last program.
         tl.debug_barrier()
         arrived = tl.atomic_add(COUNTERS + unit, 1, sem="acq_rel")
         if arrived == SPLITS - 1:
-            merged, largest, total = _merge(PARTIAL, LARGEST, TOTAL, unit, sink, inner, 0, SPLITS, BLOCK_M, V0, V_WIDTH, CHUNK)
-            store_tile(out_base, out_rows, valid, merged, 0, V_WIDTH, V0)
-            tl.store(lse_rows, tl.where(total > 0, (largest + tl.log2(total)) / LOG2E, float("-inf")), mask=valid)
+            merged_rows = tl.arange(0, ROWS)
+            its_token = (block * BLOCK_M + merged_rows) // GROUP
+            its_head = first_head + (block * BLOCK_M + merged_rows) % GROUP
+            real = its_token < q_length
+            sink = tl.full([ROWS], float("-inf"), tl.float32)
+            if SINKS is not None:
+                sink = sink_logits(SINKS, batch, its_head, its_token, stride_sb, stride_sh, stride_st, real)
+            places = its_token * stride_ot + its_head * stride_oh
+            merged, its_largest, its_total = _merge(
+                PARTIAL, LARGEST, TOTAL, unit, sink, merged_rows, 0, real, SPLITS, BLOCK_M, ROWS, V0, V_WIDTH, UNROLL
+            )  # fmt: skip
+            store_tile(OUT + batch * stride_ob, places, real, merged, 0, V_WIDTH, V0)
+            lse = tl.where(its_total > 0, (its_largest + tl.log2(its_total)) / LOG2E, float("-inf"))
+            tl.store(LSE + (batch * kv_heads * GROUP + its_head) * q_length + its_token, lse, mask=real)
             if V1 > 0:
-                merged, _, _ = _merge(PARTIAL, LARGEST, TOTAL, unit, sink, inner, V0, SPLITS, BLOCK_M, V1, V_WIDTH, CHUNK)
-                store_tile(out_base, out_rows, valid, merged, V0, V_WIDTH, V1)
+                merged, its_largest, its_total = _merge(
+                    PARTIAL, LARGEST, TOTAL, unit, sink, merged_rows, V0, real, SPLITS, BLOCK_M, ROWS, V1, V_WIDTH, UNROLL
+                )  # fmt: skip
+                store_tile(OUT + batch * stride_ob, places, real, merged, V0, V_WIDTH, V1)
             tl.store(COUNTERS + unit, 0)
 
 
@@ -263,7 +276,7 @@ def attend(
             CLEAN_V=masking.padding is not None or masking.dense is not None, PAGE=page,
             WIDTH=width, D0=d0, D1=d1, V_WIDTH=v_width, V0=v0, V1=v1,
             BLOCK_M=block_m, BLOCK_N=tile.columns, STAGES=tile.stages, SPLITS=splits,
-            CHUNK=min(8, ceil_power_of_two(splits)), num_warps=tile.warps, num_stages=tile.stages, maxnreg=tile.registers,
+            ROWS=min(block_m, ceil_power_of_two(q_length * group)), UNROLL=min(16, splits), num_warps=tile.warps, num_stages=tile.stages, maxnreg=tile.registers,
         )
         # fmt: on
     return out, lse
