@@ -55,8 +55,8 @@ def _packages_with_sinks() -> Iterator[str]:
 
 
 def backends() -> str:
-    """What each backend of the project can do."""
-    head = "| backend | devices | dtypes | sinks | cannot | chosen by `auto` |\n|---|---|---|---|---|---|\n"
+    """What each backend of the project can do, in the order in which `auto` tries them."""
+    head = "| backend | devices | dtypes | sinks | cannot |\n|---|---|---|---|---|\n"
     return head + "".join(_backend_row(name) for name in shipped_backends())
 
 
@@ -71,8 +71,7 @@ def _backend_row(name: str) -> str:
     sinks = ", ".join(n.removeprefix("sink ") for n in (capability.features & _SINKS).names()) or "none"
     cannot = ", ".join((~capability.features & ~_SINKS).names()) or "-"
     devices = ", ".join(sorted(capability.devices))
-    by_name = name in registry._ONLY_BY_NAME
-    return f"| `{name}` | {devices} | {dtypes} | {sinks} | {cannot} | {'no, only by name' if by_name else 'yes'} |\n"
+    return f"| `{name}` | {devices} | {dtypes} | {sinks} | {cannot} |\n"
 
 
 def _width(dtype: str) -> tuple[int, str]:
