@@ -193,7 +193,10 @@ def splits_for(units: int, span: int, tile: Tile, device: torch.device) -> int:
     most = min(_MOST_SPLITS, ceil_div(span, tile.columns))
     if device.type == "cpu":
         return max(1, min(most, _INTERPRETED_SPLITS))
-    wanted = _multiprocessors(device) * tile.splits // units
+    processors = _multiprocessors(device)
+    wanted = processors * tile.splits // units
+    if wanted == 1 and units < processors:
+        wanted = 2
     return max(1, min(most, wanted))
 
 

@@ -10,6 +10,8 @@ from torch import Tensor
 from ..backends.call import Visibility
 from .tiles import UNLIMITED
 
+_NARROW = 1024
+
 
 @dataclass(frozen=True, eq=False)
 class Masking:
@@ -65,8 +67,8 @@ class Masking:
 
     @property
     def is_windowed(self) -> bool:
-        """True when a distance backwards is limited."""
-        return self.back < UNLIMITED
+        """True when a row sees so few keys that the edges weigh more than the middle."""
+        return self.back + self.ahead < _NARROW
 
     @property
     def has_extents(self) -> bool:

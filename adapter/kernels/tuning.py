@@ -46,7 +46,7 @@ def tile_for(kernel: str, capability: tuple[int, int], width: int, itemsize: int
     Args:
         kernel: a key of the tables: "prefill", "backward_kv", "backward_q", "decode".
         capability: compute capability; the newest table that is not newer than it is used.
-        windowed: a distance backwards is limited.
+        windowed: a row sees few keys.
         rows: query rows of one kv head, the group included.
 
     Raises:
