@@ -18,14 +18,16 @@ from torch import Tensor
 from .backward_kv import key_value_gradients
 from .backward_q import query_gradient
 from .extents import key_extents, query_extents
+from .launching import launch
 from .masking import Masking, bytes_of, origin_stride, sink_strides
-from .shapes import ceil_div, halves, is_flat, on_device_of, rows_ready
+from .shapes import ceil_div, halves, on_device_of, rows_ready
 from .tiles import LOG2E, LOWEST, load_rows, sink_logits
 from .tuning import Tile, capability_of, tile_for
 
 _LOG2E = math.log2(math.e)
 _CACHED_BYTES = 24 << 20
 _ROWS = 128
+_PLAIN = Tile(_ROWS, 0, warps=4, stages=1)
 
 
 @triton.jit(do_not_specialize=["q_length", "num_heads", "blocks"])
@@ -81,12 +83,12 @@ def _deltas_of(
     if sinks is not None:
         shape = (batch, num_heads, q_length) if per_token else (batch, num_heads, blocks)
         d_sink = torch.empty(shape, dtype=torch.float32, device=out.device)
-    v0, v1 = halves(width)
     # fmt: off
-    _deltas[(blocks * batch * num_heads,)](
-        out, d_out, lse, None if d_lse is None else d_lse.contiguous(), sinks, lse2, delta, d_sink,
-        *out.stride()[:3], *d_out.stride()[:3], *sink_strides(sinks), q_length, num_heads, blocks,
-        PER_TOKEN=per_token, GROUP=group, WIDTH=width, V0=v0, V1=v1, BLOCK_M=_ROWS, num_warps=4,
+    launch(
+        _deltas, (blocks * batch * num_heads, 1, 1),
+        (out, d_out, lse, None if d_lse is None else d_lse.contiguous(), sinks, lse2, delta, d_sink),
+        (*out.stride()[:3], *d_out.stride()[:3], *sink_strides(sinks)), (q_length, num_heads, blocks),
+        (per_token, group, width, *halves(width), _ROWS), _PLAIN,
     )
     # fmt: on
     if sinks is None or d_sink is None:
@@ -167,20 +169,18 @@ def _run_keys(
     group = num_heads // kv_heads
     row_bytes = (width + v_width) * query.element_size() * group
     adjacent = min(batch * kv_heads, max(1, _CACHED_BYTES // max(1, q_length * row_bytes)))
-    d0, d1 = halves(width)
-    v0, v1 = halves(v_width)
     # fmt: off
-    key_value_gradients[(blocks * batch * kv_heads,)](
-        query, key, value, d_out, lse, delta, dk, dv,
-        masking.origin, masking.chunk_start, masking.documents, masking.query_documents, bytes_of(masking.padding), extents,
-        *query.stride()[:3], *key.stride()[:3], *value.stride()[:3], *d_out.stride()[:3], *dk.stride()[:3], *dv.stride()[:3],
-        origin_stride(masking.origin),
-        q_length, kv_length, masking.q_origin, masking.kv_origin, masking.back, masking.ahead, masking.chunk,
-        blocks, kv_heads, adjacent, batch * kv_heads, scale, scale * _LOG2E if softcap is None else scale, softcap or 1.0,
-        CHUNKED=masking.chunk > 0, CAPPED=softcap is not None, FLAT=is_flat(query, group) and is_flat(d_out.transpose(1, 2), group),
-        GROUP=group, WIDTH=width, D0=d0, D1=d1, V_WIDTH=v_width, V0=v0, V1=v1,
-        BLOCK_M=tile.rows, BLOCK_N=tile.columns, STAGES=tile.stages, PHASES=tile.phases,
-        num_warps=tile.warps, num_stages=tile.stages, maxnreg=tile.registers,
+    launch(
+        key_value_gradients, (blocks * batch * kv_heads, 1, 1),
+        (query, key, value, d_out, lse, delta, dk, dv, masking.origin, masking.chunk_start, masking.documents,
+         masking.query_documents, bytes_of(masking.padding), extents),
+        (*query.stride()[:3], *key.stride()[:3], *value.stride()[:3], *d_out.stride()[:3], *dk.stride()[:3],
+         *dv.stride()[:3], origin_stride(masking.origin)),
+        (q_length, kv_length, masking.q_origin, masking.kv_origin, masking.back, masking.ahead, masking.chunk,
+         blocks, kv_heads, adjacent, batch * kv_heads, scale, scale * _LOG2E if softcap is None else scale, softcap or 1.0),
+        (masking.chunk > 0, softcap is not None, group, width, *halves(width), v_width, *halves(v_width),
+         tile.rows, tile.columns, tile.stages, tile.phases),
+        tile,
     )
     # fmt: on
 
@@ -207,19 +207,17 @@ def _run_queries(
     extents = query_extents(masking, q_length, kv_length, tile.rows, rows_per_token)
     fitting = max(1, _CACHED_BYTES // max(1, kv_length * (width + v_width) * query.element_size()))
     adjacent = min(batch * heads, fitting * (group // rows_per_token))
-    d0, d1 = halves(width)
-    v0, v1 = halves(v_width)
     # fmt: off
-    query_gradient[(blocks * batch * heads,)](
-        query, key, value, d_out, lse, delta, dq,
-        masking.origin, masking.chunk_start, masking.documents, masking.query_documents, bytes_of(masking.padding), extents,
-        *query.stride()[:3], *key.stride()[:3], *value.stride()[:3], *d_out.stride()[:3], *dq.stride()[:3],
-        origin_stride(masking.origin),
-        q_length, kv_length, masking.q_origin, masking.kv_origin, masking.back, masking.ahead, masking.chunk,
-        blocks, heads, adjacent, batch * heads, scale, scale * _LOG2E if softcap is None else scale, softcap or 1.0,
-        CHUNKED=masking.chunk > 0, CAPPED=softcap is not None, PACKED=tile.packed, GROUP=group,
-        WIDTH=width, D0=d0, D1=d1, V_WIDTH=v_width, V0=v0, V1=v1,
-        BLOCK_M=tile.rows, BLOCK_N=tile.columns, STAGES=tile.stages, PHASES=tile.phases,
-        num_warps=tile.warps, num_stages=tile.stages, maxnreg=tile.registers,
+    launch(
+        query_gradient, (blocks * batch * heads, 1, 1),
+        (query, key, value, d_out, lse, delta, dq, masking.origin, masking.chunk_start, masking.documents,
+         masking.query_documents, bytes_of(masking.padding), extents),
+        (*query.stride()[:3], *key.stride()[:3], *value.stride()[:3], *d_out.stride()[:3], *dq.stride()[:3],
+         origin_stride(masking.origin)),
+        (q_length, kv_length, masking.q_origin, masking.kv_origin, masking.back, masking.ahead, masking.chunk,
+         blocks, heads, adjacent, batch * heads, scale, scale * _LOG2E if softcap is None else scale, softcap or 1.0),
+        (masking.chunk > 0, softcap is not None, tile.packed, group, width, *halves(width), v_width, *halves(v_width),
+         tile.rows, tile.columns, tile.stages, tile.phases),
+        tile,
     )
     # fmt: on

@@ -15,28 +15,21 @@ def _query_tiles(
     low, high, dk0, dk1, dv0, dv1, k0, k1, v0, v1,
     Q, DO, LSE, DELTA, stride_qh, stride_qt, stride_doh, stride_dot,
     col_low, col_high, key_document, QUERY_DOCUMENTS, key_real, rows_end, scale, softcap,
-    MASKED: tl.constexpr, CAPPED: tl.constexpr, FLAT: tl.constexpr, GROUP: tl.constexpr,
+    MASKED: tl.constexpr, CAPPED: tl.constexpr, GROUP: tl.constexpr,
     WIDTH: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr, V_WIDTH: tl.constexpr, V0: tl.constexpr, V1: tl.constexpr,
     BLOCK_M: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Add what the query rows from `low` to `high` give; a row is a token and a head of the group. FLAT rows are evenly
-    spaced."""
+    """Add what the query rows from `low` to `high` give; a row is a token and a head of the group."""
     for start in tl.range(low, high, BLOCK_M, num_stages=STAGES):
         inner = tl.arange(0, BLOCK_M)
         rows = start + inner
         valid = rows < rows_end
         first = start // GROUP
         token = rows // GROUP
-        if FLAT:
-            q_base = Q + tl.cast(start, tl.int64) * stride_qh
-            do_base = DO + tl.cast(start, tl.int64) * stride_doh
-            q_rows = inner * stride_qh
-            do_rows = inner * stride_doh
-        else:
-            q_base = Q + tl.cast(first, tl.int64) * stride_qt
-            do_base = DO + tl.cast(first, tl.int64) * stride_dot
-            q_rows = (token - first) * stride_qt + (rows % GROUP) * stride_qh
-            do_rows = (token - first) * stride_dot + (rows % GROUP) * stride_doh
+        q_base = Q + tl.cast(first, tl.int64) * stride_qt
+        do_base = DO + tl.cast(first, tl.int64) * stride_dot
+        q_rows = (token - first) * stride_qt + (rows % GROUP) * stride_qh
+        do_rows = (token - first) * stride_dot + (rows % GROUP) * stride_doh
         q0 = load_rows(q_base, q_rows, valid, 0, WIDTH, D0, MASKED)
         logits = tl.dot(k0, tl.trans(q0), input_precision="ieee")
         if D1 > 0:
@@ -79,7 +72,7 @@ def _query_tiles(
     return dk0, dk1, dv0, dv1
 
 
-_VARYING = ["q_length", "kv_length", "q_origin", "kv_origin", "back", "ahead", "chunk", "blocks", "kv_heads", "adjacent"]
+_VARYING = ["q_length", "kv_length", "q_origin", "kv_origin", "back", "ahead", "chunk", "blocks", "kv_heads", "adjacent", "total_heads"]
 
 
 @triton.jit(do_not_specialize=_VARYING)
@@ -89,7 +82,7 @@ def key_value_gradients(
     stride_dob, stride_dot, stride_doh, stride_dkb, stride_dkh, stride_dkt, stride_dvb, stride_dvh, stride_dvt, stride_origin,
     q_length, kv_length, q_origin, kv_origin, back, ahead, chunk, blocks, kv_heads, adjacent, total_heads,
     scale, factor, softcap,
-    CHUNKED: tl.constexpr, CAPPED: tl.constexpr, FLAT: tl.constexpr, GROUP: tl.constexpr,
+    CHUNKED: tl.constexpr, CAPPED: tl.constexpr, GROUP: tl.constexpr,
     WIDTH: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr, V_WIDTH: tl.constexpr, V0: tl.constexpr, V1: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr, PHASES: tl.constexpr,
 ):  # fmt: skip
@@ -164,20 +157,20 @@ def key_value_gradients(
         low, middle, dk0, dk1, dv0, dv1, k0, k1, v0, v1,
         Q, DO, LSE, DELTA, stride_qh, stride_qt, stride_doh, stride_dot,
         col_low, col_high, key_document, QUERY_DOCUMENTS, key_real, q_length * GROUP, factor, softcap,
-        True, CAPPED, FLAT, GROUP, WIDTH, D0, D1, V_WIDTH, V0, V1, BLOCK_M, STAGES,
+        True, CAPPED, GROUP, WIDTH, D0, D1, V_WIDTH, V0, V1, BLOCK_M, STAGES,
     )  # fmt: skip
     if PHASES:
         dk0, dk1, dv0, dv1 = _query_tiles(
             middle, late, dk0, dk1, dv0, dv1, k0, k1, v0, v1,
             Q, DO, LSE, DELTA, stride_qh, stride_qt, stride_doh, stride_dot,
             col_low, col_high, key_document, QUERY_DOCUMENTS, key_real, q_length * GROUP, factor, softcap,
-            False, CAPPED, FLAT, GROUP, WIDTH, D0, D1, V_WIDTH, V0, V1, BLOCK_M, STAGES,
+            False, CAPPED, GROUP, WIDTH, D0, D1, V_WIDTH, V0, V1, BLOCK_M, STAGES,
         )  # fmt: skip
         dk0, dk1, dv0, dv1 = _query_tiles(
             late, high, dk0, dk1, dv0, dv1, k0, k1, v0, v1,
             Q, DO, LSE, DELTA, stride_qh, stride_qt, stride_doh, stride_dot,
             col_low, col_high, key_document, QUERY_DOCUMENTS, key_real, q_length * GROUP, factor, softcap,
-            True, CAPPED, FLAT, GROUP, WIDTH, D0, D1, V_WIDTH, V0, V1, BLOCK_M, STAGES,
+            True, CAPPED, GROUP, WIDTH, D0, D1, V_WIDTH, V0, V1, BLOCK_M, STAGES,
         )  # fmt: skip
     dk_base = DK + batch * stride_dkb + kv_head * stride_dkh + start * stride_dkt
     dv_base = DV + batch * stride_dvb + kv_head * stride_dvh + start * stride_dvt

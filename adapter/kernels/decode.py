@@ -15,6 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from . import counters
+from .launching import launch
 from .masking import Masking, bytes_of, origin_stride, sink_strides, strides_of
 from .shapes import ceil_div, ceil_power_of_two, halves, on_device_of, rows_ready
 from .softmax import attend_tiles
@@ -262,24 +263,21 @@ def attend(
         largest = torch.empty(units * splits * block_m, dtype=torch.float32, device=device)
         total = torch.empty_like(largest)
         arrivals = counters.take(units, device)
-    d0, d1 = halves(width)
-    v0, v1 = halves(v_width)
     with on_device_of(query):
         # fmt: off
-        _decode[(splits * blocks, kv_heads, batch)](
-            query, key, value, sinks, out, lse, partial, largest, total, arrivals,
-            masking.origin, lengths, block_table, masking.chunk_start, bytes_of(masking.padding), bytes_of(masking.dense),
-            masking.bias,
-            *query.stride()[:3], *key.stride()[:3], *value.stride()[:3], *out.stride()[:3], *sink_strides(sinks),
-            *strides_of(masking.dense), *strides_of(masking.bias), origin_stride(masking.origin),
-            0 if block_table is None else block_table.stride(0),
-            q_length, kv_length, masking.q_origin, masking.kv_origin, masking.back, masking.ahead, masking.chunk,
-            scale * _LOG2E if softcap is None else scale, softcap or 1.0,
-            CHUNKED=masking.chunk > 0, CAPPED=softcap is not None, GROUP=group,
-            CLEAN_V=masking.padding is not None or masking.dense is not None, PAGE=page,
-            WIDTH=width, D0=d0, D1=d1, V_WIDTH=v_width, V0=v0, V1=v1,
-            BLOCK_M=block_m, BLOCK_N=tile.columns, STAGES=tile.stages, SPLITS=splits,
-            ROWS=min(block_m, ceil_power_of_two(q_length * group)), UNROLL=min(16, splits), num_warps=tile.warps, num_stages=tile.stages, maxnreg=tile.registers,
+        launch(
+            _decode, (splits * blocks, kv_heads, batch),
+            (query, key, value, sinks, out, lse, partial, largest, total, arrivals, masking.origin, lengths, block_table,
+             masking.chunk_start, bytes_of(masking.padding), bytes_of(masking.dense), masking.bias),
+            (*query.stride()[:3], *key.stride()[:3], *value.stride()[:3], *out.stride()[:3], *sink_strides(sinks),
+             *strides_of(masking.dense), *strides_of(masking.bias), origin_stride(masking.origin),
+             0 if block_table is None else block_table.stride(0)),
+            (q_length, kv_length, masking.q_origin, masking.kv_origin, masking.back, masking.ahead, masking.chunk,
+             scale * _LOG2E if softcap is None else scale, softcap or 1.0),
+            (masking.chunk > 0, softcap is not None, group, masking.padding is not None or masking.dense is not None, page,
+             width, *halves(width), v_width, *halves(v_width), block_m, tile.columns, tile.stages, splits,
+             min(block_m, ceil_power_of_two(q_length * group)), min(16, splits)),
+            tile,
         )
         # fmt: on
     return out, lse

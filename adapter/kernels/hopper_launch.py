@@ -8,6 +8,7 @@ import math
 import torch
 from torch import Tensor
 
+from .launching import launch as run
 from .masking import Masking, origin_stride, sink_strides
 from .shapes import ceil_div
 from .tuning import Tile
@@ -75,14 +76,16 @@ def launch(
     fitting = max(1, _CACHED_BYTES // (kv_length * (width + v_width) * query.element_size()))
     adjacent = min(batch * heads, fitting * (group // rows_per_token))
     # fmt: off
-    hopper.forward[(blocks * batch * heads,)](
-        _queries(query, group, tile),
-        _descriptor(key, list(key.shape), list(key.stride()), [1, 1, tile.columns, width]),
-        _descriptor(value, list(value.shape), list(value.stride()), [1, 1, tile.columns, v_width]),
-        sinks, out, lse, masking.origin, *out.stride()[:3], *sink_strides(sinks), origin_stride(masking.origin),
-        q_length * rows_per_token, kv_length, masking.q_origin - masking.kv_origin, masking.back, masking.ahead,
-        blocks, heads, adjacent, batch * heads, scale * _LOG2E,
-        PACKED=tile.packed, GROUP=group, WIDTH=width, V_WIDTH=v_width,
-        BLOCK_M=tile.rows, BLOCK_N=tile.columns, STAGES=tile.stages, num_warps=tile.warps, maxnreg=tile.registers,
+    run(
+        hopper.forward, (blocks * batch * heads, 1, 1),
+        (_queries(query, group, tile),
+         _descriptor(key, list(key.shape), list(key.stride()), [1, 1, tile.columns, width]),
+         _descriptor(value, list(value.shape), list(value.stride()), [1, 1, tile.columns, v_width]),
+         sinks, out, lse, masking.origin),
+        (*out.stride()[:3], *sink_strides(sinks), origin_stride(masking.origin)),
+        (q_length * rows_per_token, kv_length, masking.q_origin - masking.kv_origin, masking.back, masking.ahead,
+         blocks, heads, adjacent, batch * heads, scale * _LOG2E),
+        (tile.packed, group, width, v_width, tile.rows, tile.columns, tile.stages, tile.warps),
+        tile,
     )
     # fmt: on

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from . import hopper_launch
 from .extents import query_extents
+from .launching import launch
 from .masking import Masking, bytes_of, origin_stride, sink_strides, strides_of
 from .shapes import ceil_div, halves, on_device_of, rows_ready
 from .softmax import attend_tiles
@@ -24,7 +25,7 @@ from .tiles import LOG2E, LOWEST, device_origin, interval, load_rows, sink_logit
 from .tuning import Tile, capability_of, tile_for
 
 
-_VARYING = ["q_length", "kv_length", "q_origin", "kv_origin", "back", "ahead", "chunk", "blocks", "rows_of_heads", "adjacent"]
+_VARYING = ["q_length", "kv_length", "q_origin", "kv_origin", "back", "ahead", "chunk", "blocks", "rows_of_heads", "adjacent", "total_heads"]
 
 
 @triton.jit(do_not_specialize=_VARYING)
@@ -201,23 +202,20 @@ def attend(
     extents = query_extents(masking, q_length, kv_length, tile.rows, rows_per_token)
     fitting = max(1, _CACHED_BYTES // (kv_length * (width + v_width) * query.element_size()))
     adjacent = min(batch * heads, fitting * (1 if tile.packed else group))
-    d0, d1 = halves(width)
-    v0, v1 = halves(v_width)
     with on_device_of(query):
         # fmt: off
-        _forward[(blocks * batch * heads,)](
-            query, key, value, sinks, out, lse,
-            masking.origin, masking.chunk_start, masking.documents, masking.query_documents, bytes_of(masking.padding),
-            bytes_of(masking.dense), masking.bias, extents,
-            *query.stride()[:3], *key.stride()[:3], *value.stride()[:3], *out.stride()[:3], *sink_strides(sinks),
-            *strides_of(masking.dense), *strides_of(masking.bias), origin_stride(masking.origin),
-            q_length, kv_length, masking.q_origin, masking.kv_origin, masking.back, masking.ahead, masking.chunk,
-            blocks, heads, adjacent, batch * heads, scale * _LOG2E if softcap is None else scale, softcap or 1.0,
-            CHUNKED=masking.chunk > 0, CAPPED=softcap is not None, PACKED=tile.packed, GROUP=group,
-            CLEAN_V=masking.may_hide_garbage(q_length, kv_length),
-            WIDTH=width, D0=d0, D1=d1, V_WIDTH=v_width, V0=v0, V1=v1,
-            BLOCK_M=tile.rows, BLOCK_N=tile.columns, STAGES=tile.stages, PHASES=tile.phases and not masking.is_dense,
-            num_warps=tile.warps, num_stages=tile.stages, maxnreg=tile.registers,
+        launch(
+            _forward, (blocks * batch * heads, 1, 1),
+            (query, key, value, sinks, out, lse, masking.origin, masking.chunk_start, masking.documents,
+             masking.query_documents, bytes_of(masking.padding), bytes_of(masking.dense), masking.bias, extents),
+            (*query.stride()[:3], *key.stride()[:3], *value.stride()[:3], *out.stride()[:3], *sink_strides(sinks),
+             *strides_of(masking.dense), *strides_of(masking.bias), origin_stride(masking.origin)),
+            (q_length, kv_length, masking.q_origin, masking.kv_origin, masking.back, masking.ahead, masking.chunk,
+             blocks, heads, adjacent, batch * heads, scale * _LOG2E if softcap is None else scale, softcap or 1.0),
+            (masking.chunk > 0, softcap is not None, tile.packed, group, masking.may_hide_garbage(q_length, kv_length),
+             width, *halves(width), v_width, *halves(v_width),
+             tile.rows, tile.columns, tile.stages, tile.phases and not masking.is_dense),
+            tile,
         )
         # fmt: on
     return out, lse

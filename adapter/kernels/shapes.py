@@ -39,11 +39,6 @@ def rows_ready(tensor: Tensor) -> Tensor:
     return tensor.contiguous()
 
 
-def is_flat(tensor: Tensor, group: int) -> bool:
-    """True when the rows (token, head) of each group of heads of a [batch, heads, tokens, width] tensor are evenly spaced."""
-    return tensor.stride(2) == group * tensor.stride(1)
-
-
 def on_device_of(tensor: Tensor) -> AbstractContextManager[object]:
     """Make the tensor's CUDA device the current one while a kernel is launched."""
     if tensor.device.type != "cuda" or tensor.device.index == torch.cuda.current_device():
