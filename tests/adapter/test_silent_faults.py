@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
+
 import pytest
 import torch
 import transformers
 from transformers import AttentionInterface, AttentionMaskInterface, masking_utils
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
-from transformers.monkey_patching import get_patch_mapping, register_patch_mapping, unregister_patch_mapping
+from transformers.monkey_patching import get_patch_mapping
 
 import adapter
 from adapter.errors import AdaptError, CheckpointError, SinkError
@@ -75,28 +77,26 @@ def test_s2_a_function_without_a_mask(deaf, name):
     assert right <= 1e-5
 
 
-@pytest.mark.parametrize("name", ["gpt_oss", "openai_privacy_filter", "granite_swa"])
+@pytest.mark.parametrize(
+    "name", ["gpt_oss", "openai_privacy_filter", "granite_swa", "mimo_v2_flash", "hy_v4", "hy_v4_vl"]
+)
 def test_s4_paged_attention_in_a_plain_forward(name):
-    wrong, right = wrong_and_right(small(name), "paged|eager", padded)
-    assert wrong > 0.1
-    assert right <= 1e-5
-
-
-@pytest.mark.parametrize("name", ["mimo_v2_flash", "hy_v4", "hy_v4_vl"])
-def test_s4_paged_attention_that_plain_transformers_cannot_run(name):
     model = small(name)
-    theirs = under_eager(model, forward)
+    theirs = under_eager(model, padded)
     model.config._attn_implementation = "paged|eager"
-    with torch.no_grad(), adapter.adapted(model):
-        assert relative(forward(model), theirs) <= 1e-5
+    with torch.no_grad():
+        # Some models, and all in other versions of transformers, at least do not run.
+        with contextlib.suppress(ValueError, TypeError, AttributeError):
+            assert relative(padded(model), theirs) > 0.1
+        with adapter.adapted(model):
+            assert relative(padded(model), theirs) <= 1e-5
 
 
 @pytest.mark.parametrize("name", ["inkling2", "inkling2_loop"])
-@pytest.mark.parametrize("implementation", ["paged|eager", "deaf"])
-def test_s5_a_sink_called_sinks(deaf, name, implementation):
+def test_s5_a_sink_called_sinks(deaf, name):
     model = small(name)
     theirs = under_eager(model, forward)
-    model.config.get_text_config()._attn_implementation = implementation
+    model.config.get_text_config()._attn_implementation = deaf
     with torch.no_grad():
         assert relative(forward(model), theirs) > 0.1
         with adapter.adapted(model):
@@ -196,19 +196,12 @@ def test_s18_a_load_that_fails_leaves_the_classes_in_place(tmp_path):
 
 def test_s18_a_class_that_was_left_patched_is_read_as_it_is(monkeypatch):
     module = transformers.models.gpt_oss.modeling_gpt_oss
-    recorded = dict(module.GptOssPreTrainedModel._can_record_outputs)
-    monkeypatch.setattr(module.GptOssPreTrainedModel, "_can_record_outputs", recorded)  # a patch writes to it
-    original = module.GptOssAttention
 
-    class Patched(original):
+    class Patched(module.GptOssAttention):
         pass
 
-    register_patch_mapping({"GptOssAttention": Patched})
-    try:
-        model = small("gpt_oss")
-    finally:
-        unregister_patch_mapping(["GptOssAttention"])
-    assert module.GptOssAttention is original
+    monkeypatch.setattr(module, "GptOssAttention", Patched)
+    model = small("gpt_oss")
     assert type(model.model.layers[0].self_attn) is Patched
     assert len(adapter.report(model).sink_layers) == 2
     assert relative(under_adapter(model, forward), under_eager(model, forward)) <= 1e-5
