@@ -57,7 +57,9 @@ def in_double(call: AttentionCall) -> AttentionCall:
         return None if tensor is None else tensor.detach().double().requires_grad_(tensor.requires_grad)
 
     query, key, value = leaf(call.query), leaf(call.key), leaf(call.value)
-    assert query is not None and key is not None and value is not None
+    assert query is not None
+    assert key is not None
+    assert value is not None
     return AttentionCall(
         query, key, value, call.scale, call.visibility, leaf(call.sinks), leaf(call.bias), call.softcap
     )  # fmt: skip
