@@ -4,8 +4,6 @@ import torch
 
 torch.set_num_threads(1)
 
-import adapter  # noqa: E402
-import tests.families  # noqa: E402, F401
-
-for name in ("AutoModelForCausalLM", "AutoModelForTokenClassification", "AutoModelForImageTextToText"):
-    getattr(adapter, name)
+import adapter  # noqa: E402, F401
+import tests.families  # noqa: E402
+import tests.parallel.measure  # noqa: E402, F401
