@@ -116,19 +116,19 @@ def _flash_attention_3() -> Peer:
     return Peer("FlashAttention 3", attend, trains=False, decodes=True)
 
 
-_MAKERS = (_ours, _flash_pair, _sdpa_without_sink, _flex, _fla, _flash_attention_4, _flash_attention_3)
+_MAKERS = {
+    "sinkhold": _ours,
+    "flash_pair": _flash_pair,
+    "sdpa": _sdpa_without_sink,
+    "flex": _flex,
+    "fla": _fla,
+    "flash_attention_4": _flash_attention_4,
+    "flash_attention_3": _flash_attention_3,
+}
+NAMES = tuple(_MAKERS)
+"""All peers, ours first."""
 
 
-def installed(without: frozenset[str]) -> tuple[list[Peer], dict[str, str]]:
-    """The peers that import here, and why the others do not."""
-    peers, missing = [], {}
-    for make in _MAKERS:
-        name = make.__name__.strip("_")
-        if name in without:
-            missing[name] = "left out by --without"
-            continue
-        try:
-            peers.append(make())
-        except ImportError as error:
-            missing[name] = str(error)
-    return peers, missing
+def make(name: str) -> Peer:
+    """The peer called `name`; ImportError where it is not installed."""
+    return _MAKERS[name]()

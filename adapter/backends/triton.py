@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from ..kernels import operators, prefill
+from ..kernels import decode, operators, prefill
 from ..kernels.masking import Masking
 from .call import Attended, AttentionCall
 from .capability import Capability, Feature, Needs
@@ -59,17 +59,22 @@ class Triton:
         """Run the prefill or the decode kernel, whichever the number of queries asks for."""
         call = _as_kernels_take_it(call)
         masking = Masking.of(call.visibility, call.bias)
-        arguments = (call.query, call.key, call.value, call.sinks, call.scale, call.softcap, *operators.flat(masking))
-        if _decodes(call):
-            return Attended(torch.ops.sinkhold.decode(*arguments)[0])
-        return Attended(torch.ops.sinkhold.prefill(*arguments)[0])
+        trained = _is_trained(call)
+        decoding = call.query.shape[2] <= _MOST_DECODED and masking.documents is None and not trained
+        arguments = (call.query, call.key, call.value, call.sinks, call.scale, call.softcap)
+        if trained or torch.compiler.is_compiling() or type(call.query) is not Tensor:
+            operator = torch.ops.sinkhold.decode if decoding else torch.ops.sinkhold.prefill
+            return Attended(operator(*arguments, *operators.flat(masking))[0])
+        # Nothing to differentiate or trace: the dispatcher would only add its time.
+        run = decode.attend if decoding else prefill.attend
+        shape = (*call.query.shape[:3], call.key.shape[2])
+        return Attended(run(*arguments, masking.expanded(*shape))[0])
 
 
-def _decodes(call: AttentionCall) -> bool:
-    if call.query.shape[2] > _MOST_DECODED or call.visibility.documents is not None:
+def _is_trained(call: AttentionCall) -> bool:
+    if not torch.is_grad_enabled():
         return False
-    trained = (call.query, call.key, call.value, call.sinks)
-    return not (torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in trained))
+    return any(t is not None and t.requires_grad for t in (call.query, call.key, call.value, call.sinks))
 
 
 def _as_kernels_take_it(call: AttentionCall) -> AttentionCall:

@@ -28,8 +28,15 @@ def _query_tiles(
         token = rows // GROUP
         q_base = Q + tl.cast(first, tl.int64) * stride_qt
         do_base = DO + tl.cast(first, tl.int64) * stride_dot
-        q_rows = (token - first) * stride_qt + (rows % GROUP) * stride_qh
-        do_rows = (token - first) * stride_dot + (rows % GROUP) * stride_doh
+        if BLOCK_M % GROUP == 0:
+            # A tile begins with a token's first head, so that these are the same for every tile.
+            step = inner // GROUP
+            head = inner % GROUP
+        else:
+            step = token - first
+            head = rows % GROUP
+        q_rows = step * stride_qt + head * stride_qh
+        do_rows = step * stride_dot + head * stride_doh
         q0 = load_rows(q_base, q_rows, valid, 0, WIDTH, D0, MASKED)
         logits = tl.dot(k0, tl.trans(q0), input_precision="ieee")
         if D1 > 0:

@@ -49,9 +49,9 @@ def _extents(
         meets = any_own > 0
         whole = (all_own > 0) & (start + STEP <= other_length)
         if OWN_DOCUMENTS is not None:
-            ids = tl.load(OTHER_DOCUMENTS + other, mask=inside, other=0).to(tl.int32)
-            first = tl.min(tl.where(inside, ids, 2147483647), 0)
-            last = tl.max(tl.where(inside, ids, -2147483647), 0)
+            its = tl.load(OTHER_DOCUMENTS + other, mask=inside, other=0).to(tl.int32)
+            first = tl.min(tl.where(inside, its, 2147483647), 0)
+            last = tl.max(tl.where(inside, its, -2147483647), 0)
             meets = meets & (first <= most) & (last >= least)
             whole = whole & (first == least) & (last == most) & (first == last)
         if PADDING is not None and not OWN_ARE_KEYS:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -38,9 +39,18 @@ def _layout(rank: int) -> object:
 
 
 def _descriptor(tensor: Tensor, shape: list[int], strides: list[int], block: list[int]) -> object:
+    # `rows_ready` has checked what the constructor would: its checks cost a third of a small call.
+    made = object.__new__(_descriptor_class())
+    made.base, made.shape, made.strides, made.block_shape = tensor, shape, strides, block
+    made.layout, made.padding, made.round_f32_to_tf32 = _layout(len(shape)), "zero", False
+    return made
+
+
+@functools.cache
+def _descriptor_class() -> Any:
     from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-    return TensorDescriptor(tensor, shape, strides, block, _layout(len(shape)))
+    return TensorDescriptor
 
 
 def _queries(query: Tensor, group: int, tile: Tile) -> object:

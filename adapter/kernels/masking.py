@@ -88,6 +88,8 @@ class Masking:
     def expanded(self, batch: int, num_heads: int, q_length: int, kv_length: int) -> Masking:
         """The same with every tensor on its full shape (by strides, without a copy), contiguous where kernels need it."""
         shape = (batch, num_heads, q_length, kv_length)
+        if self.chunk_start is None and not self.has_extents and not self.is_dense:
+            return self
         return Masking(
             self.q_origin,
             self.origin,

@@ -33,9 +33,13 @@ def ceil_div(number: int, by: int) -> int:
 
 def rows_ready(tensor: Tensor) -> Tensor:
     """The tensor itself when its last dimension is dense and its rows are aligned to 16 bytes, else a contiguous copy."""
-    aligned = all((s * tensor.element_size()) % 16 == 0 or n == 1 for s, n in zip(tensor.stride()[:-1], tensor.shape))
-    if tensor.stride(-1) == 1 and aligned and tensor.data_ptr() % 16 == 0:
-        return tensor
+    *steps, last = tensor.stride()
+    if last == 1 and tensor.data_ptr() % 16 == 0:
+        size = tensor.element_size()
+        if (steps[0] | steps[1] | steps[2]) * size % 16 == 0:
+            return tensor
+        if all(s * size % 16 == 0 or n == 1 for s, n in zip(steps, tensor.shape, strict=False)):
+            return tensor
     return tensor.contiguous()
 
 

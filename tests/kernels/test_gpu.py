@@ -57,7 +57,7 @@ def _within_twice(found: Tensor, eager: Tensor, truth: Tensor) -> None:
     assert relative(found, truth) <= 2 * relative(eager, truth) + floor
 
 
-@pytest.mark.parametrize(("shape", "mask"), itertools.product(SHAPES, ("causal", "window")))
+@pytest.mark.parametrize(("shape", "mask"), [*itertools.product(SHAPES, ("causal", "window"))])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
 def test_shapes(shape: str, mask: str, dtype: torch.dtype) -> None:
     _check_with_gradients(_call(shape, mask, dtype))
