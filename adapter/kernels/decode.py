@@ -58,7 +58,7 @@ _VARYING = ["q_length", "kv_length", "q_origin", "kv_origin", "back", "ahead", "
 
 @triton.jit(do_not_specialize=_VARYING)
 def _decode(
-    Q, K, V, SINKS, OUT, LSE, PARTIAL, LARGEST, TOTAL, COUNTERS,
+    Q, K, V, SINKS, OUT, LSE, PARTIAL, COUNTERS,
     ORIGIN, LENGTHS, TABLE, CHUNK_START, PADDING, DENSE, BIAS,
     stride_qb, stride_qh, stride_qt, stride_kb, stride_kh, stride_kt, stride_vb, stride_vh, stride_vt,
     stride_ob, stride_ot, stride_oh, stride_sb, stride_sh, stride_st,
@@ -142,6 +142,10 @@ def _decode(
         blocks = tl.num_programs(0) // SPLITS
         unit = (batch * kv_heads + kv_head) * blocks + block
         part = (unit * SPLITS + split) * BLOCK_M + inner
+        # One buffer: all outputs, then all maxima, then all sums.
+        all_rows = tl.num_programs(2).to(tl.int64) * kv_heads * blocks * (SPLITS * BLOCK_M)
+        LARGEST = PARTIAL + all_rows * V_WIDTH
+        TOTAL = LARGEST + all_rows
         store_tile(PARTIAL, part * V_WIDTH, valid, acc0, 0, V_WIDTH, V0)
         if V1 > 0:
             store_tile(PARTIAL, part * V_WIDTH, valid, acc1, V0, V_WIDTH, V1)
@@ -257,17 +261,15 @@ def attend(
     units = batch * kv_heads * blocks
     if splits is None:
         splits = splits_for(units, min(kv_length, masking.back + masking.ahead + q_length), tile, device)
-    partial = largest = total = arrivals = None
+    partial = arrivals = None
     if splits > 1:
-        partial = torch.empty(units * splits * block_m * v_width, dtype=torch.float32, device=device)
-        largest = torch.empty(units * splits * block_m, dtype=torch.float32, device=device)
-        total = torch.empty_like(largest)
+        partial = torch.empty(units * splits * block_m * (v_width + 2), dtype=torch.float32, device=device)
         arrivals = counters.take(units, device)
     with on_device_of(query):
         # fmt: off
         launch(
             _decode, (splits * blocks, kv_heads, batch),
-            (query, key, value, sinks, out, lse, partial, largest, total, arrivals, masking.origin, lengths, block_table,
+            (query, key, value, sinks, out, lse, partial, arrivals, masking.origin, lengths, block_table,
              masking.chunk_start, bytes_of(masking.padding), bytes_of(masking.dense), masking.bias),
             (*query.stride()[:3], *key.stride()[:3], *value.stride()[:3], *out.stride()[:3], *sink_strides(sinks),
              *strides_of(masking.dense), *strides_of(masking.bias), origin_stride(masking.origin),

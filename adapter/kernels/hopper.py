@@ -152,11 +152,13 @@ def forward(
             logits, largest, total, low + (tile + 1) * BLOCK_N, row_low, row_high, full_low, full_high, scale, BLOCK_N, s_layout
         )  # fmt: skip
         summed = sm90.warpgroup_mma_wait(0, deps=[adding])
-        gl.thread_barrier()
-        _fetch_pair(
-            k_descriptor, v_descriptor, batch, kv_head, low, tile + STAGES, tiles,
-            ready.index(stage), k_shared.index(stage), v_shared.index(stage), BLOCK_N,
-        )  # fmt: skip
+        if tile + STAGES < tiles:
+            # Every warp is done with this stage before it takes a tile to come.
+            gl.thread_barrier()
+            _fetch_pair(
+                k_descriptor, v_descriptor, batch, kv_head, low, tile + STAGES, tiles,
+                ready.index(stage), k_shared.index(stage), v_shared.index(stage), BLOCK_N,
+            )  # fmt: skip
         summed = summed * gl.expand_dims(gl.convert_layout(shrink, o_rows), 1)
         weights = gl.convert_layout(fresh.to(DTYPE), p_layout)
     stage = (tiles - 1) % STAGES

@@ -15,10 +15,12 @@ _compiled: dict[tuple[Any, ...], Any] = {}
 
 
 def _trait(argument: Any) -> Any:
-    """What Triton compiles a pointer for: dtype and alignment to 16 bytes."""
+    """What Triton compiles a pointer for: dtype and alignment to 16 bytes; a descriptor is always aligned."""
+    if argument is None:
+        return None
     if isinstance(argument, Tensor):
-        return argument.dtype, argument.data_ptr() % 16 == 0
-    return None if argument is None else argument.base.dtype
+        return argument.dtype if argument.data_ptr() % 16 == 0 else (argument.dtype,)
+    return argument.base.dtype
 
 
 def launch(
@@ -46,7 +48,7 @@ def launch(
         return
     traits = tuple([_trait(p) for p in pointers])
     steps = tuple([2 if s == 1 else s % 16 == 0 for s in strides])
-    key = (id(kernel), torch.cuda.current_device(), traits, steps, max(strides) < 2**31, constants, tile)
+    key = (id(kernel), first.device.index, traits, steps, max(strides) < 2**31, constants, tile.key)
     found = _compiled.get(key)
     if found is None:
         options = {"num_warps": tile.warps, "num_stages": tile.stages, "maxnreg": tile.registers}

@@ -33,6 +33,11 @@ class Tile:
     splits: int = 0
     """Decode: CTAs that one multiprocessor should get; 0 where it does not apply."""
 
+    @functools.cached_property
+    def key(self) -> tuple[int, int, int | None]:
+        """What a compiled kernel depends on beside its constants."""
+        return self.warps, self.stages, self.registers
+
 
 def capability_of(device: torch.device) -> tuple[int, int]:
     """The compute capability of a device; INTERPRETED for the CPU."""
