@@ -1,4 +1,5 @@
-"""Times attention with sinks on a CUDA device: forward, forward + backward and decode, ours beside every installed peer.
+"""Times attention with sinks on a CUDA device: forward, forward + backward and decode, ours beside every installed
+peer.
 
     python benchmarks/gpu_attention.py --out results
 
@@ -20,9 +21,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
-
 from gpu_peers import NAMES, Peer, make
+from torch import Tensor
 
 COPY_BYTES_PER_SECOND = 4.3e12
 MATRIX_FLOPS = 790e12
@@ -152,7 +152,8 @@ def truth(case: Case, inputs: tuple[Tensor, Tensor, Tensor, Tensor]) -> Tensor:
     key, value = key.repeat_interleave(group, 1), value.repeat_interleave(group, 1)
     logits = query @ key.transpose(2, 3) * case.width**-0.5
     q_length, kv_length = logits.shape[2:]
-    behind = torch.arange(kv_length - q_length, kv_length, device="cuda")[:, None] - torch.arange(kv_length, device="cuda")
+    behind = torch.arange(kv_length - q_length, kv_length, device="cuda")[:, None] - torch.arange(kv_length,
+        device="cuda")
     hidden = (behind < 0) if case.window is None else (behind < 0) | (behind >= case.window)
     logits = logits.masked_fill(hidden, float("-inf"))
     column = sinks[None, :, None, None].expand(*logits.shape[:3], 1)
@@ -161,7 +162,8 @@ def truth(case: Case, inputs: tuple[Tensor, Tensor, Tensor, Tensor]) -> Tensor:
 
 def error(peer: Peer, case: Case) -> float:
     """Relative L2 distance from the truth on a short version of the case."""
-    short = Case("decode" if case.kind == "decode" else "forward", min(case.batch, 2), min(case.length, 1111), case.window,
+    short = Case("decode" if case.kind == "decode" else "forward", min(case.batch, 2), min(case.length, 1111),
+    case.window,
                  case.heads, case.kv_heads, case.width)  # fmt: skip
     inputs = tensors(short, 1)[0]
     right = truth(short, inputs)
@@ -189,7 +191,8 @@ def measure(peer: Peer, case: Case) -> dict[str, Any]:
     except (RuntimeError, ValueError, TypeError, AssertionError, NotImplementedError) as fault:
         row["failed"] = f"{type(fault).__name__}: {str(fault)[:200]}"
         return row
-    row |= {"milliseconds": seconds * 1e3, "tflops": case.flops / seconds / 1e12, "gb_per_s": case.bytes / seconds / 1e9}
+    row |= {"milliseconds": seconds * 1e3, "tflops": case.flops / seconds / 1e12,
+        "gb_per_s": case.bytes / seconds / 1e9}
     return row
 
 
@@ -241,7 +244,11 @@ def picture(rows: list[dict[str, Any]], path: Path) -> None:
 def run_here(name: str, out: Path) -> None:
     """All cases of one peer, written to `out`."""
     torch.manual_seed(0)
-    peer = make(name)
+    try:
+        peer = make(name)
+    except ImportError as missing:
+        print(f"{name}: {missing}")
+        return
     rows = []
     for case in CASES:
         if takes(peer, case):
@@ -277,7 +284,8 @@ def main() -> int:
         run_here(options.peer, options.out)
         return 0
     options.out.mkdir(parents=True, exist_ok=True)
-    found = {name: run_apart(name, options.out) for name in NAMES if name not in options.without.split(",")}
+    left_out = options.without.split(",")
+    found = {name: run_apart(name, options.out) for name in NAMES if name not in left_out}
     rows = [row for part in found.values() for row in part["rows"]]
     result = {
         "device": torch.cuda.get_device_name(), "torch": torch.__version__,

@@ -1,4 +1,5 @@
-"""The attentions that `gpu_attention.py` times beside this project's: each takes tokens-outside-heads tensors and sinks."""
+"""The attentions that `gpu_attention.py` times beside this project's: each takes tokens-outside-heads tensors and
+sinks."""
 
 from __future__ import annotations
 
@@ -13,7 +14,8 @@ from torch import Tensor
 from adapter.backends.call import AttentionCall, Visibility
 
 Attention = Callable[[Tensor, Tensor, Tensor, Tensor, int | None, float], Tensor]
-"""(query, key, value, sinks, window, scale) -> output; [batch, heads, tokens, width] in, [batch, tokens, heads, width] out."""
+"""(query, key, value, sinks, window, scale) -> output; [batch, heads, tokens, width] in, [batch, tokens, heads,
+width] out."""
 
 
 @dataclass(frozen=True)

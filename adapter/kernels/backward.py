@@ -1,6 +1,7 @@
 """Attention with sinks backward: gradients of query, key, value and sinks, the same bits every time.
 
-With delta = rowsum(dO * O) - dlse, where O is normalised by a sum that holds the sink, the usual formulas hold unchanged and
+With delta = rowsum(dO * O) - dlse, where O is normalised by a sum that holds the sink, the usual formulas hold
+unchanged and
 dsink = -sum(exp(sink - lse) * delta).
 """
 
@@ -25,7 +26,9 @@ from .tiles import LOG2E, LOWEST, load_rows, sink_logits
 from .tuning import Tile, capability_of, tile_for
 
 _LOG2E = math.log2(math.e)
-_CACHED_BYTES = 24 << 20
+_CACHED_KEYS = 24 << 20
+_CACHED_QUERIES = 40 << 20
+"""Bytes that heads running side by side may hold in the L2 cache."""
 _ROWS = 128
 _PLAIN = Tile(_ROWS, 0, warps=4, stages=1)
 
@@ -35,9 +38,11 @@ def _deltas(
     OUT, DO, LSE, DLSE, SINKS, LSE2, DELTA, DSINK,
     stride_ob, stride_ot, stride_oh, stride_dob, stride_dot, stride_doh, stride_sb, stride_sh, stride_st,
     q_length, num_heads, blocks,
-    PER_TOKEN: tl.constexpr, GROUP: tl.constexpr, WIDTH: tl.constexpr, V0: tl.constexpr, V1: tl.constexpr, BLOCK_M: tl.constexpr,
+    PER_TOKEN: tl.constexpr, GROUP: tl.constexpr, WIDTH: tl.constexpr, V0: tl.constexpr, V1: tl.constexpr,
+    BLOCK_M: tl.constexpr,
 ):  # fmt: skip
-    """delta and the log-sum-exp in base 2 of one block of tokens of one head, a group's heads side by side, and what they
+    """delta and the log-sum-exp in base 2 of one block of tokens of one head, a group's heads side by side, and what
+    they
     give to the sink's gradient."""
     block = tl.program_id(0) % blocks
     head_row = tl.program_id(0) // blocks
@@ -168,7 +173,7 @@ def _run_keys(
     extents = key_extents(masking, q_length, kv_length, tile.columns)
     group = num_heads // kv_heads
     row_bytes = (width + v_width) * query.element_size() * group
-    adjacent = min(batch * kv_heads, max(1, _CACHED_BYTES // max(1, q_length * row_bytes)))
+    adjacent = min(batch * kv_heads, max(1, _CACHED_QUERIES // max(1, q_length * row_bytes)))
     # fmt: off
     launch(
         key_value_gradients, (blocks * batch * kv_heads, 1, 1),
@@ -177,7 +182,8 @@ def _run_keys(
         (*query.stride()[:3], *key.stride()[:3], *value.stride()[:3], *d_out.stride()[:3], *dk.stride()[:3],
          *dv.stride()[:3], origin_stride(masking.origin)),
         (q_length, kv_length, masking.q_origin, masking.kv_origin, masking.back, masking.ahead, masking.chunk,
-         blocks, kv_heads, adjacent, batch * kv_heads, scale, scale * _LOG2E if softcap is None else scale, softcap or 1.0),
+         blocks, kv_heads, adjacent, batch * kv_heads, scale, scale * _LOG2E if softcap is None else scale,
+         softcap or 1.0),
         (masking.chunk > 0, softcap is not None, group, width, *halves(width), v_width, *halves(v_width),
          tile.rows, tile.columns, tile.stages, tile.phases),
         tile,
@@ -205,7 +211,7 @@ def _run_queries(
     heads, rows_per_token = (kv_heads, group) if tile.packed else (num_heads, 1)
     blocks = ceil_div(q_length * rows_per_token, tile.rows)
     extents = query_extents(masking, q_length, kv_length, tile.rows, rows_per_token)
-    fitting = max(1, _CACHED_BYTES // max(1, kv_length * (width + v_width) * query.element_size()))
+    fitting = max(1, _CACHED_KEYS // max(1, kv_length * (width + v_width) * query.element_size()))
     adjacent = min(batch * heads, fitting * (group // rows_per_token))
     # fmt: off
     launch(

@@ -79,21 +79,24 @@ def _query_tiles(
     return dk0, dk1, dv0, dv1
 
 
-_VARYING = ["q_length", "kv_length", "q_origin", "kv_origin", "back", "ahead", "chunk", "blocks", "kv_heads", "adjacent", "total_heads"]
+_VARYING = ["q_length", "kv_length", "q_origin", "kv_origin", "back", "ahead", "chunk", "blocks", "kv_heads",
+    "adjacent", "total_heads"]
 
 
 @triton.jit(do_not_specialize=_VARYING)
 def key_value_gradients(
     Q, K, V, DO, LSE, DELTA, DK, DV, ORIGIN, CHUNK_START, DOCUMENTS, QUERY_DOCUMENTS, PADDING, EXTENTS,
     stride_qb, stride_qh, stride_qt, stride_kb, stride_kh, stride_kt, stride_vb, stride_vh, stride_vt,
-    stride_dob, stride_dot, stride_doh, stride_dkb, stride_dkh, stride_dkt, stride_dvb, stride_dvh, stride_dvt, stride_origin,
+    stride_dob, stride_dot, stride_doh, stride_dkb, stride_dkh, stride_dkt, stride_dvb, stride_dvh, stride_dvt,
+    stride_origin,
     q_length, kv_length, q_origin, kv_origin, back, ahead, chunk, blocks, kv_heads, adjacent, total_heads,
     scale, factor, softcap,
     CHUNKED: tl.constexpr, CAPPED: tl.constexpr, GROUP: tl.constexpr,
     WIDTH: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr, V_WIDTH: tl.constexpr, V0: tl.constexpr, V1: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr, PHASES: tl.constexpr,
 ):  # fmt: skip
-    """dK and dV of one block of keys of one kv head; `factor` is scale * log2(e), or scale when CAPPED. LSE is in base 2,
+    """dK and dV of one block of keys of one kv head; `factor` is scale * log2(e), or scale when CAPPED. LSE is in
+    base 2,
     and with DELTA [batch, kv heads, tokens, group]."""
     section = tl.program_id(0) // (blocks * adjacent)
     within = tl.program_id(0) % (blocks * adjacent)
@@ -134,10 +137,9 @@ def key_value_gradients(
     full_high = full_high * GROUP
     middle = high
     late = high
-    if PHASES:
-        if full_high - full_low >= BLOCK_M:
-            middle = low + tl.cdiv(tl.maximum(full_low - low, 0), BLOCK_M) * BLOCK_M
-            late = middle + tl.maximum(full_high - middle, 0) // BLOCK_M * BLOCK_M
+    if PHASES and full_high - full_low >= BLOCK_M:
+        middle = low + tl.cdiv(tl.maximum(full_low - low, 0), BLOCK_M) * BLOCK_M
+        late = middle + tl.maximum(full_high - middle, 0) // BLOCK_M * BLOCK_M
 
     start = tl.cast(block * BLOCK_N, tl.int64)
     k_base = K + batch * stride_kb + kv_head * stride_kh + start * stride_kt

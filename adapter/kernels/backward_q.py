@@ -57,7 +57,8 @@ def _key_tiles(
     return dq0, dq1
 
 
-_VARYING = ["q_length", "kv_length", "q_origin", "kv_origin", "back", "ahead", "chunk", "blocks", "rows_of_heads", "adjacent", "total_heads"]
+_VARYING = ["q_length", "kv_length", "q_origin", "kv_origin", "back", "ahead", "chunk", "blocks", "rows_of_heads",
+    "adjacent", "total_heads"]
 
 
 @triton.jit(do_not_specialize=_VARYING)
@@ -71,7 +72,8 @@ def query_gradient(
     WIDTH: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr, V_WIDTH: tl.constexpr, V0: tl.constexpr, V1: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr, PHASES: tl.constexpr,
 ):  # fmt: skip
-    """dQ of one block of query rows; `factor` is scale * log2(e), or scale when CAPPED. LSE is in base 2, and with DELTA
+    """dQ of one block of query rows; `factor` is scale * log2(e), or scale when CAPPED. LSE is in base 2, and with
+    DELTA
     [batch, kv heads, tokens, group]."""
     section = tl.program_id(0) // (blocks * adjacent)
     within = tl.program_id(0) % (blocks * adjacent)
@@ -138,10 +140,9 @@ def query_gradient(
         full_high = tl.minimum(full_high, tl.load(extent + 3))
     middle = high
     late = high
-    if PHASES:
-        if full_high - full_low >= BLOCK_N:
-            middle = low + tl.cdiv(tl.maximum(full_low - low, 0), BLOCK_N) * BLOCK_N
-            late = middle + tl.maximum(full_high - middle, 0) // BLOCK_N * BLOCK_N
+    if PHASES and full_high - full_low >= BLOCK_N:
+        middle = low + tl.cdiv(tl.maximum(full_low - low, 0), BLOCK_N) * BLOCK_N
+        late = middle + tl.maximum(full_high - middle, 0) // BLOCK_N * BLOCK_N
 
     dq0 = tl.zeros([BLOCK_M, D0], tl.float32)
     dq1 = tl.zeros([BLOCK_M, D1 if D1 > 0 else 1], tl.float32)

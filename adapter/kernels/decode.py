@@ -1,4 +1,5 @@
-"""Attention with sinks for a few queries over a long cache: keys are split over programs, and the last one to finish a row
+"""Attention with sinks for a few queries over a long cache: keys are split over programs, and the last one to finish
+a row
 merges them. The partial results hold no sink; it joins exactly once, at the merge.
 """
 
@@ -29,7 +30,8 @@ def _merge(
     SPLITS: tl.constexpr, BLOCK_M: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, WIDTH: tl.constexpr,
     UNROLL: tl.constexpr,
 ):  # fmt: skip
-    """Columns from `first` of the merged output of one unit's rows, and their maximum and sum in base 2; the sink joins here."""
+    """Columns from `first` of the merged output of one unit's rows, and their maximum and sum in base 2; the sink
+    joins here."""
     largest = tl.maximum(sink, LOWEST)
     total = tl.exp2(sink - largest)
     acc = tl.zeros([ROWS, BLOCK], tl.float32)
@@ -66,7 +68,8 @@ def _decode(
     q_length, kv_length, q_origin, kv_origin, back, ahead, chunk, scale, softcap,
     CHUNKED: tl.constexpr, CAPPED: tl.constexpr, GROUP: tl.constexpr, CLEAN_V: tl.constexpr, PAGE: tl.constexpr,
     WIDTH: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr, V_WIDTH: tl.constexpr, V0: tl.constexpr, V1: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr, SPLITS: tl.constexpr, ROWS: tl.constexpr, UNROLL: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr, SPLITS: tl.constexpr, ROWS: tl.constexpr,
+    UNROLL: tl.constexpr,
 ):  # fmt: skip
     split = tl.program_id(0) % SPLITS
     block = tl.program_id(0) // SPLITS
@@ -171,7 +174,8 @@ def _decode(
             tl.store(LSE + (batch * kv_heads * GROUP + its_head) * q_length + its_token, lse, mask=real)
             if V1 > 0:
                 merged, its_largest, its_total = _merge(
-                    PARTIAL, LARGEST, TOTAL, unit, sink, merged_rows, V0, real, SPLITS, BLOCK_M, ROWS, V1, V_WIDTH, UNROLL
+                    PARTIAL, LARGEST, TOTAL, unit, sink, merged_rows, V0, real, SPLITS, BLOCK_M, ROWS, V1, V_WIDTH,
+                        UNROLL
                 )  # fmt: skip
                 store_tile(OUT + batch * stride_ob, places, real, merged, V0, V_WIDTH, V1)
             tl.store(COUNTERS + unit, 0)
@@ -227,7 +231,8 @@ def attend(
 
     Args:
         query: [batch, num_heads, q_length, qk_head_dim], fp16, bf16 or fp32.
-        key: [batch, num_kv_heads, capacity, qk_head_dim]; with a block table [pages, num_kv_heads, page_size, qk_head_dim].
+        key: [batch, num_kv_heads, capacity, qk_head_dim]; with a block table [pages, num_kv_heads, page_size,
+        qk_head_dim].
         value: the same with v_head_dim.
         sinks: [num_heads] or [batch, num_heads, q_length, 1]; None for none.
         scale: positive factor of query @ key.
@@ -276,7 +281,8 @@ def attend(
              0 if block_table is None else block_table.stride(0)),
             (q_length, kv_length, masking.q_origin, masking.kv_origin, masking.back, masking.ahead, masking.chunk,
              scale * _LOG2E if softcap is None else scale, softcap or 1.0),
-            (masking.chunk > 0, softcap is not None, group, masking.padding is not None or masking.dense is not None, page,
+            (masking.chunk > 0, softcap is not None, group, masking.padding is not None or masking.dense is not None,
+                page,
              width, *halves(width), v_width, *halves(v_width), block_m, tile.columns, tile.stages, splits,
              min(block_m, ceil_power_of_two(q_length * group)), min(16, splits)),
             tile,

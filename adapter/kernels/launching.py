@@ -1,4 +1,5 @@
-"""Launches a kernel at little cost: after the first call of a kind the compiled kernel is found by a short key, and Triton's
+"""Launches a kernel at little cost: after the first call of a kind the compiled kernel is found by a short key, and
+Triton's
 analysis of some sixty arguments is left out.
 """
 
@@ -6,7 +7,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from .tuning import Tile

@@ -86,7 +86,8 @@ class Masking:
         return any(t is not None for t in hiding) or self.q_origin - self.kv_origin + q_length < kv_length
 
     def expanded(self, batch: int, num_heads: int, q_length: int, kv_length: int) -> Masking:
-        """The same with every tensor on its full shape (by strides, without a copy), contiguous where kernels need it."""
+        """The same with every tensor on its full shape (by strides, without a copy), contiguous where kernels need
+        it."""
         shape = (batch, num_heads, q_length, kv_length)
         if self.chunk_start is None and not self.has_extents and not self.is_dense:
             return self

@@ -1,6 +1,7 @@
 """The kernels as torch operators `sinkhold::prefill`, `sinkhold::prefill_backward` and `sinkhold::decode`.
 
-They are registered on the dispatcher directly: that costs a few microseconds less a call than a decorated Python function.
+They are registered on the dispatcher directly: that costs a few microseconds less a call than a decorated Python
+function.
 """
 
 from __future__ import annotations
@@ -14,18 +15,21 @@ from . import backward, decode, prefill
 from .masking import Masking
 
 _MASKING = (
-    "Tensor? origin, Tensor? chunk_start, Tensor? documents, Tensor? query_documents, Tensor? padding, Tensor? dense, Tensor? bias, "
-    "SymInt q_origin, SymInt kv_origin, SymInt back, SymInt ahead, SymInt chunk"
+    "Tensor? origin, Tensor? chunk_start, Tensor? documents, Tensor? query_documents, Tensor? padding, "
+    "Tensor? dense, Tensor? bias, SymInt q_origin, SymInt kv_origin, SymInt back, SymInt ahead, SymInt chunk"
 )
-_FORWARD = f"(Tensor query, Tensor key, Tensor value, Tensor? sinks, float scale, float? softcap, {_MASKING}) -> (Tensor, Tensor)"
+_FORWARD = (
+    "(Tensor query, Tensor key, Tensor value, Tensor? sinks, float scale, float? softcap, "
+    f"{_MASKING}) -> (Tensor, Tensor)"
+)
 _BACKWARD = (
     "(Tensor query, Tensor key, Tensor value, Tensor? sinks, Tensor out, Tensor lse, Tensor d_out, Tensor? d_lse, "
     f"float scale, float? softcap, {_MASKING}) -> (Tensor, Tensor, Tensor, Tensor)"
 )
-_library = torch.library.Library("sinkhold", "DEF")
-_library.define(f"prefill{_FORWARD}")
-_library.define(f"decode{_FORWARD}")
-_library.define(f"prefill_backward{_BACKWARD}")
+_library = torch.library.Library("sinkhold", "FRAGMENT")  # type: ignore[no-untyped-call]
+_library.define(f"prefill{_FORWARD}")  # type: ignore[no-untyped-call]
+_library.define(f"decode{_FORWARD}")  # type: ignore[no-untyped-call]
+_library.define(f"prefill_backward{_BACKWARD}")  # type: ignore[no-untyped-call]
 
 
 def _masking(arguments: tuple[Any, ...], query: Tensor, key: Tensor) -> Masking:
@@ -87,7 +91,7 @@ def _backward(
 
 
 def _fake_forward(query: Tensor, key: Tensor, value: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
-    batch, num_heads, q_length, _ = query.shape
+    batch, num_heads, q_length = query.shape[:3]
     out = query.new_empty(batch, q_length, num_heads, value.shape[3])
     return out, query.new_empty(batch, num_heads, q_length, dtype=torch.float32)
 
@@ -121,6 +125,6 @@ for _name, _run, _fake in (
     ("prefill_backward", _backward, _fake_backward),
 ):
     for _key in ("CUDA", "CPU"):
-        _library.impl(_name, _run, _key)
+        _library.impl(_name, _run, _key)  # type: ignore[no-untyped-call]
     torch.library.register_fake(f"sinkhold::{_name}", _fake, lib=_library)
 torch.library.register_autograd("sinkhold::prefill", _autograd, setup_context=_setup_context, lib=_library)

@@ -1,6 +1,7 @@
 """Attention with sinks over many queries: the forward kernel and its launcher.
 
-The sink is the first column of the online softmax: the running maximum starts at the sink's logit and the running sum at 1, so no
+The sink is the first column of the online softmax: the running maximum starts at the sink's logit and the running sum
+at 1, so no
 row is ever empty. Logits are kept in base 2: `scale * log2(e)` is folded into the exponent's multiply-add.
 """
 
@@ -24,8 +25,8 @@ from .softmax import attend_tiles
 from .tiles import LOG2E, LOWEST, device_origin, interval, load_rows, sink_logits, store_tile
 from .tuning import Tile, capability_of, tile_for
 
-
-_VARYING = ["q_length", "kv_length", "q_origin", "kv_origin", "back", "ahead", "chunk", "blocks", "rows_of_heads", "adjacent", "total_heads"]
+_VARYING = ["q_length", "kv_length", "q_origin", "kv_origin", "back", "ahead", "chunk", "blocks", "rows_of_heads",
+    "adjacent", "total_heads"]
 
 
 @triton.jit(do_not_specialize=_VARYING)
@@ -103,10 +104,9 @@ def _forward(
     # [low, middle) and [late, high) are masked tile by tile, [middle, late) is visible to every row.
     middle = high
     late = high
-    if PHASES:
-        if full_high - full_low >= BLOCK_N:
-            middle = low + tl.cdiv(tl.maximum(full_low - low, 0), BLOCK_N) * BLOCK_N
-            late = middle + tl.maximum(full_high - middle, 0) // BLOCK_N * BLOCK_N
+    if PHASES and full_high - full_low >= BLOCK_N:
+        middle = low + tl.cdiv(tl.maximum(full_low - low, 0), BLOCK_N) * BLOCK_N
+        late = middle + tl.maximum(full_high - middle, 0) // BLOCK_N * BLOCK_N
 
     if SINKS is not None:
         sink = sink_logits(SINKS, batch, first_head + member, token, stride_sb, stride_sh, stride_st, valid)
@@ -144,7 +144,6 @@ def _forward(
     if V1 > 0:
         store_tile(out_base, out_rows, valid, acc1 * inverse[:, None], V0, V_WIDTH, V1)
     lse = tl.where(total > 0, (largest + tl.log2(total)) / LOG2E, float("-inf"))
-    heads = total_heads if not PACKED else total_heads * GROUP
     heads_per_row = rows_of_heads if not PACKED else rows_of_heads * GROUP
     tl.store(LSE + (batch * heads_per_row + first_head + member) * q_length + token, lse, mask=valid)
 
@@ -177,7 +176,8 @@ def attend(
         tile: instead of the tuned one.
 
     Returns:
-        Output [batch, q_length, num_heads, v_head_dim] in the query's dtype, and the natural log-sum-exp of the logits and the
+        Output [batch, q_length, num_heads, v_head_dim] in the query's dtype, and the natural log-sum-exp of the
+        logits and the
         sink, [batch, num_heads, q_length] fp32. A row that sees no key has output 0 and its sink as log-sum-exp.
     """
     batch, num_heads, q_length, width = query.shape

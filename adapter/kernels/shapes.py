@@ -32,7 +32,8 @@ def ceil_div(number: int, by: int) -> int:
 
 
 def rows_ready(tensor: Tensor) -> Tensor:
-    """The tensor itself when its last dimension is dense and its rows are aligned to 16 bytes, else a contiguous copy."""
+    """The tensor itself when its last dimension is dense and its rows are aligned to 16 bytes, else a contiguous
+    copy."""
     *steps, last = tensor.stride()
     if last == 1 and tensor.data_ptr() % 16 == 0:
         size = tensor.element_size()

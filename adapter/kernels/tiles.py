@@ -17,7 +17,8 @@ UNLIMITED = 1 << 30
 
 @triton.jit
 def interval(index, origin, other_origin, back, ahead, other_length, CHUNK_START, batch, chunk, CHUNKED: tl.constexpr):
-    """The half-open range of the other side's indices that `index` may meet: window, causality, chunk and length at once."""
+    """The half-open range of the other side's indices that `index` may meet: window, causality, chunk and length at
+    once."""
     position = index + (origin - other_origin)
     low = tl.maximum(position - back, 0)
     high = tl.minimum(position + ahead + 1, other_length)
@@ -45,7 +46,8 @@ def device_origin(ORIGIN, origin, batch, stride_origin):
 
 @triton.jit
 def load_tile(base, rows, stride, rows_end, first, WIDTH: tl.constexpr, BLOCK: tl.constexpr, MASKED: tl.constexpr):
-    """A [rows, BLOCK] tile of a matrix, columns from `first`; what lies outside WIDTH or, when MASKED, `rows_end` is 0."""
+    """A [rows, BLOCK] tile of a matrix, columns from `first`; what lies outside WIDTH or, when MASKED, `rows_end` is
+    0."""
     columns = first + tl.arange(0, BLOCK)
     pointers = base + rows[:, None] * stride + columns[None, :]
     if first + BLOCK > WIDTH:
@@ -82,7 +84,8 @@ def sink_logits(SINKS, batch, head, token, stride_b, stride_h, stride_t, valid):
 
 @triton.jit
 def load_rows(base, offsets, valid, first, WIDTH: tl.constexpr, BLOCK: tl.constexpr, MASKED: tl.constexpr = True):
-    """A [rows, BLOCK] tile at row offsets `offsets`, columns from `first`; when MASKED, rows that are not valid are 0."""
+    """A [rows, BLOCK] tile at row offsets `offsets`, columns from `first`; when MASKED, rows that are not valid are
+    0."""
     columns = first + tl.arange(0, BLOCK)
     pointers = base + offsets[:, None] + columns[None, :]
     if first + BLOCK > WIDTH:

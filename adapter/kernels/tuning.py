@@ -64,7 +64,7 @@ def tile_for(kernel: str, capability: tuple[int, int], width: int, itemsize: int
 
 
 def _fits(when: dict[str, Any], width: int, itemsize: int, windowed: bool, rows: int) -> bool:
-    return (
+    return bool(
         width <= when.get("width", width)
         and itemsize <= when.get("itemsize", itemsize)
         and windowed == when.get("windowed", windowed)
