@@ -236,8 +236,8 @@ def picture(rows: list[dict[str, Any]], path: Path) -> None:
         axis.set_ylabel("ms (black: floor)")
         axis.set_xticks([x + 0.4 for x in range(len(cases))], [c.label.replace(" ", "\n") for c in cases])
     axes[0].legend()
-    axes[0].set_title(f"Attention with sinks, bf16, 64/8 heads (d128: 32/8), backward holds both passes,
-        {torch.cuda.get_device_name()}, lower is better")
+    shapes = "bf16, 64/8 heads (d128: 32/8), backward holds both passes"
+    axes[0].set_title(f"Attention with sinks, {shapes}, {torch.cuda.get_device_name()}, lower is better")
     fig.tight_layout()
     fig.savefig(path, dpi=90)
 
