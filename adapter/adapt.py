@@ -10,22 +10,22 @@ from functools import partial
 from typing import Any, TypeVar
 
 from torch import nn
-from transformers import PreTrainedConfig
+from transformers import PreTrainedConfig, PreTrainedModel
 
-from fusers.attention import AttentionFuser
-from fusers.base import LayerFinding, Outcome
+from fusers.base import LayerFinding, Outcome, SinkKind
 
-from .attention import NAMES, Attention, registered_attention
+from .attention import FUSER, NAMES, Attention, registered_attention
 from .backends import registry
 from .checkpoint import check_sink_values
 from .errors import AdaptError, SinkholdError
-from .interface import IMPLEMENTATION
+from .interface import IMPLEMENTATION, register
 from .recording import record
 from .report import Report, expected_needs, report_of
 
 Model = TypeVar("Model", bound=nn.Module)
 
 _STATE = "_sinkhold_adaptation"
+_CLOSED = ("set_attn_implementation", "_supports_context_parallel")
 _LOCK = threading.RLock()
 
 
@@ -45,19 +45,18 @@ def find_layers(model: nn.Module) -> dict[str, LayerFinding]:
     Raises:
         SinkholdError: a source cannot be read, or a call has no meaning that the adapter implements.
     """
-    fuser = AttentionFuser()
     found: dict[str, LayerFinding] = {}
     for path, module in model.named_modules():
         if type(module).__module__.startswith("torch.") or isinstance(module, Attention):
             continue
-        if fuser.match(type(module)).outcome is not Outcome.NONE:
-            found[path] = _validated(fuser, path, module)
+        if FUSER.match(type(module)).outcome is not Outcome.NONE:
+            found[path] = _validated(path, module)
     return found
 
 
-def _validated(fuser: AttentionFuser, path: str, module: nn.Module) -> LayerFinding:
+def _validated(path: str, module: nn.Module) -> LayerFinding:
     try:
-        return fuser.validate(module)
+        return FUSER.validate(module)
     except SinkholdError as error:
         error.where = f"{path}, {error.where}" if path else error.where
         raise
@@ -100,6 +99,7 @@ def adapt(model: nn.Module, backend: str = registry.AUTO, *, recording: bool | N
 
 
 def _adapt(model: nn.Module, backend: str, recording: bool | None, undo: list[Callable[[], None]]) -> Report:
+    register()  # something may have taken the name, or its mask builder, away since the import
     layers = find_layers(model)
     state = Adaptation(backend)
     for path, finding in layers.items():
@@ -116,10 +116,33 @@ def _adapt(model: nn.Module, backend: str, recording: bool | None, undo: list[Ca
         undo.append(partial(_set_implementation, config, previous))
         state.implementations.append((config, previous))
         _set_implementation(config, IMPLEMENTATION)
+    _close_detours(model, undo)
     model.__dict__[_STATE] = state
     undo.append(partial(_forget, model.__dict__, _STATE))
     state.recording = record(model, layers, recording)
     return report_of(model, backend, state.recording)
+
+
+def _close_detours(model: nn.Module, undo: list[Callable[[], None]]) -> None:
+    """While adapted, a model neither changes its attention under the adapter nor offers one that drops its sinks."""
+    for module in model.modules():
+        if isinstance(module, PreTrainedModel):
+            closed: dict[str, Any] = {"set_attn_implementation": partial(_refuse_implementation, type(module).__name__)}
+            if any(isinstance(m, Attention) and m.sink_kind is not SinkKind.NONE for m in module.modules()):
+                # transformers runs context parallelism through an attention that knows no sinks.
+                closed["_supports_context_parallel"] = False
+            for name, value in closed.items():
+                undo.append(partial(_forget, module.__dict__, name))
+                module.__dict__[name] = value
+
+
+def _refuse_implementation(name: str, attn_implementation: Any, *args: Any, **kwargs: Any) -> None:
+    if attn_implementation != IMPLEMENTATION:
+        raise AdaptError(
+            f"set_attn_implementation({attn_implementation!r}) on an adapted {name}",
+            why="the model would run past the adapter, and its sinks with it",
+            fix="call adapter.restore(model) first",
+        )
 
 
 def _put(
@@ -181,6 +204,8 @@ def restore(model: Model) -> Model:
             for name in NAMES:
                 if isinstance(module._modules.get(name), Attention):
                     del module._modules[name]
+            for name in _CLOSED:
+                module.__dict__.pop(name, None)
         del model.__dict__[_STATE]
         return model
 

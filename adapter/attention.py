@@ -24,6 +24,9 @@ from .translate import build_call
 NAMES = ("attn", "sinkhold_attn")
 """Where the submodule is put: the first name that the module does not use itself."""
 
+FUSER = AttentionFuser()
+"""One for all: it keeps what it read of each class."""
+
 _ATTACHING = threading.Lock()
 
 
@@ -189,7 +192,7 @@ def attach(module: nn.Module, backend: str = "auto", path: str = "") -> Attentio
     with _ATTACHING:
         attn = registered_attention(module)
         if attn is None:
-            finding = AttentionFuser().validate(module)
+            finding = FUSER.validate(module)
             attn = Attention(module, finding, backend, path)
             name = next((n for n in NAMES if not hasattr(module, n)), None)
             if name is None:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import ast
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
+
+from fusers.source import read_forward
 
 from .backends.call import AttentionCall, Visibility
 from .errors import CallError
@@ -110,8 +113,17 @@ def _visibility(
             where=where(module, attn),
         )
     if mask.dtype == torch.bool:
+        if _rewrites_mask(module):
+            raise CallError(
+                "the mask is bool, but this module extends its mask as if it were additive",
+                where=where(module, attn),
+                why="what it adds would be inverted: hidden keys would be seen and visible ones hidden",
+                fix="pass a float mask: 0 where visible, the dtype's minimum elsewhere",
+            )
         return full.with_(dense=mask), None
     visible = mask > torch.finfo(mask.dtype).min / 2
+    if torch.compiler.is_compiling():
+        visible = _split_documents(visible, q_length, kwargs)
     return full.with_(dense=visible), mask.masked_fill(~visible, 0)
 
 
@@ -134,22 +146,42 @@ def _documents(visibility: Visibility, kwargs: dict[str, Any], packable: bool) -
         documents = torch.searchsorted(boundaries[1:].to(positions.dtype), positions, right=True)
         return visibility.with_(documents=documents.expand(visibility.batch_size, -1))
     position_ids = kwargs.get("position_ids")
-    if position_ids is None or kwargs.get("use_cache") or position_ids.dim() != 2:
+    if position_ids is None or position_ids.dim() != 2 or position_ids.shape[1] != visibility.q_length:
         return visibility
-    if position_ids.shape[1] != visibility.q_length or torch.compiler.is_compiling():
+    jumps = _jumps(position_ids, kwargs)
+    if position_ids.is_meta or not bool(jumps.any()):
         return visibility
-    restarts = _restarts(position_ids)
-    return visibility if restarts is None else visibility.with_(documents=restarts.expand(visibility.batch_size, -1))
+    return visibility.with_(documents=_numbered(jumps).expand(visibility.batch_size, -1))
 
 
-def _restarts(position_ids: Tensor) -> Tensor | None:
-    """[batch, length] document numbers, or None when positions run on by one everywhere."""
-    if position_ids.is_meta:
-        return None
-    jumps = position_ids.diff(dim=-1) != 1
-    if not bool(jumps.any()):
-        return None
+def _jumps(position_ids: Tensor, kwargs: dict[str, Any]) -> Tensor:
+    """[batch, length - 1] bool, True where a document ends.
+
+    Without a cache any step but one is an end, as in transformers' own rule; with a fresh cache only a step back is.
+    """
+    steps = position_ids.diff(dim=-1)
+    return steps <= 0 if kwargs.get("use_cache") else steps != 1
+
+
+def _numbered(jumps: Tensor) -> Tensor:
     return torch.nn.functional.pad(jumps.cumsum(-1), (1, 0))
+
+
+def _split_documents(visible: Tensor, q_length: int, kwargs: dict[str, Any]) -> Tensor:
+    """In a traced graph the mask is a tensor and nothing can be looked up: documents are always told apart there."""
+    position_ids = kwargs.get("position_ids")
+    square = q_length > 1 and visible.shape[-1] == q_length
+    if not square or position_ids is None or position_ids.dim() != 2 or position_ids.shape[1] != q_length:
+        return visible
+    documents = _numbered(_jumps(position_ids, kwargs))
+    return visible & (documents[:, None, :, None] == documents[:, None, None, :])
+
+
+def _rewrites_mask(module: nn.Module) -> bool:
+    """Whether the module's forward puts something else in its attention_mask before the call."""
+    tree = read_forward(type(module)).tree
+    stored = (n.id for n in ast.walk(tree) if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store))
+    return "attention_mask" in stored
 
 
 def _select_indices(visibility: Visibility, indices: Tensor, kv_length: int) -> Visibility:

@@ -61,9 +61,9 @@ def backward(p: Piece, grad: Tensor, out: Tensor, lse: Tensor) -> tuple[Tensor, 
     rows, columns = p.query.shape[2], p.key.shape[2]
     seed = torch.zeros(2, dtype=torch.uint64, device=p.query.device)
     if _flash_on_cuda(p):
-        none = torch.empty(0, dtype=torch.int32, device=p.query.device)
+        # No cumulative lengths: an empty tensor would mean a packed batch of no rows.
         dq, dk, dv = _aten._scaled_dot_product_flash_attention_backward(
-            grad, p.query, p.key, p.value, out, lse, none, none, rows, columns, 0.0, p.causal, seed, none, scale=p.scale
+            grad, p.query, p.key, p.value, out, lse, None, None, rows, columns, 0.0, p.causal, seed, seed, scale=p.scale
         )
         return dq, dk, dv
     key, value = _expanded(p)

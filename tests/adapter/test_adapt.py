@@ -341,3 +341,39 @@ def test_output_attentions_returns_weights_without_the_sink_column():
     rows = weights.sum(-1)
     assert (rows <= 1 + 1e-6).all()
     assert rows.mean() < 0.9
+
+
+def test_an_adapted_model_does_not_change_its_attention_in_silence():
+    model = build("gpt_oss")
+    adapter.adapt(model)
+    with pytest.raises(AdaptError, match=r"set_attn_implementation\('eager'\) on an adapted GptOssForCausalLM"):
+        model.set_attn_implementation("eager")
+    model.set_attn_implementation("sinkhold")
+    adapter.restore(model)
+    model.set_attn_implementation("eager")
+
+
+def test_context_parallelism_that_drops_the_sinks_is_not_offered():
+    # transformers runs it through an attention without sinks, and claims it for models of full attention.
+    model = build("gpt_oss", layer_types=["full_attention"] * 4)
+    if not hasattr(model, "supports_context_parallel"):
+        pytest.skip("this transformers has no context parallelism")
+    claimed = model.supports_context_parallel
+    with adapter.adapted(model):
+        assert not model.supports_context_parallel
+    assert model.supports_context_parallel == claimed
+
+
+def test_the_names_are_registered_again_when_something_took_them_away():
+    model = build("gpt_oss")
+    expected = under_eager(model, lambda m: logits(m, input_ids=IDS))
+    AttentionMaskInterface._global_mapping.pop("sinkhold")
+    with adapter.adapted(model), torch.no_grad():
+        assert relative(logits(model, input_ids=IDS), expected) <= 1e-5
+
+
+def test_a_bool_mask_that_the_module_would_invert_is_refused():
+    model = build("deepseek_v4")
+    mask = torch.ones(1, 1, 9, 9, dtype=torch.bool).tril()
+    with adapter.adapted(model, recording=False), pytest.raises(adapter.CallError, match="the mask is bool"):
+        model(input_ids=IDS, attention_mask=mask, use_cache=False)

@@ -113,10 +113,13 @@ def test_generate_gives_the_tokens_and_scores_of_eager(name):
 @pytest.mark.parametrize(
     "name", [n for n in INSTALLED if n not in ("deepseek_v4", "inkling2", "inkling2_loop", "hy_v4_vl")]
 )
-def test_packed_documents_do_not_see_each_other(name):
+@pytest.mark.parametrize("use_cache", [False, True])
+def test_packed_documents_do_not_see_each_other(name, use_cache):
+    if use_cache and name == "hy_v4":
+        pytest.skip("with a cache its model keeps position ids from its attention")
     model, ids = build(name), tokens(1, 21)
     positions = torch.cat([torch.arange(8), torch.arange(13)])[None]
-    packed = under_adapter(model, lambda m: logits(m, input_ids=ids, position_ids=positions))
+    packed = under_adapter(model, lambda m: logits(m, input_ids=ids, position_ids=positions, use_cache=use_cache))
     for part in (slice(0, 8), slice(8, 21)):
         alone = under_adapter(model, lambda m, p=part: logits(m, input_ids=ids[:, p]))
         assert relative(packed[:, part], alone) <= TOLERANCE
