@@ -152,8 +152,9 @@ def truth(case: Case, inputs: tuple[Tensor, Tensor, Tensor, Tensor]) -> Tensor:
     key, value = key.repeat_interleave(group, 1), value.repeat_interleave(group, 1)
     logits = query @ key.transpose(2, 3) * case.width**-0.5
     q_length, kv_length = logits.shape[2:]
-    behind = torch.arange(kv_length - q_length, kv_length, device="cuda")[:, None] - torch.arange(kv_length,
-        device="cuda")
+    behind = torch.arange(kv_length - q_length, kv_length, device="cuda")[:, None] - torch.arange(
+        kv_length, device="cuda"
+    )
     hidden = (behind < 0) if case.window is None else (behind < 0) | (behind >= case.window)
     logits = logits.masked_fill(hidden, float("-inf"))
     column = sinks[None, :, None, None].expand(*logits.shape[:3], 1)
@@ -191,8 +192,11 @@ def measure(peer: Peer, case: Case) -> dict[str, Any]:
     except (RuntimeError, ValueError, TypeError, AssertionError, NotImplementedError) as fault:
         row["failed"] = f"{type(fault).__name__}: {str(fault)[:200]}"
         return row
-    row |= {"milliseconds": seconds * 1e3, "tflops": case.flops / seconds / 1e12,
-        "gb_per_s": case.bytes / seconds / 1e9}
+    row |= {
+        "milliseconds": seconds * 1e3,
+        "tflops": case.flops / seconds / 1e12,
+        "gb_per_s": case.bytes / seconds / 1e9,
+    }
     return row
 
 

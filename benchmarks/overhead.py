@@ -1,4 +1,4 @@
-"""What the adapter costs besides attention: adapting 24 layers on the meta device, and the guard in each layer and forward.
+"""What the adapter costs besides attention: adapting 24 layers on the meta device, and the guard in each layer.
 
     python benchmarks/overhead.py [--json FILE]
 
@@ -38,7 +38,7 @@ def adapt_seconds(model: torch.nn.Module) -> float:
 
 
 def guard_microseconds(model: torch.nn.Module, repeats: int = 200, number: int = 500) -> float:
-    """The fastest of many short runs of the three checks, with the keywords of a real call: other work only adds time."""
+    """The fastest of many short runs of the three checks with a real call's keywords; other work only adds time."""
     module = model.get_submodule("model.layers.0.self_attn")
     attn = module.attn
     query = torch.empty(1, attn.sinks.numel(), 1, 64, device="meta")

@@ -79,8 +79,19 @@ def _query_tiles(
     return dk0, dk1, dv0, dv1
 
 
-_VARYING = ["q_length", "kv_length", "q_origin", "kv_origin", "back", "ahead", "chunk", "blocks", "kv_heads",
-    "adjacent", "total_heads"]
+_VARYING = [
+    "q_length",
+    "kv_length",
+    "q_origin",
+    "kv_origin",
+    "back",
+    "ahead",
+    "chunk",
+    "blocks",
+    "kv_heads",
+    "adjacent",
+    "total_heads",
+]
 
 
 @triton.jit(do_not_specialize=_VARYING)

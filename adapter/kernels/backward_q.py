@@ -57,8 +57,19 @@ def _key_tiles(
     return dq0, dq1
 
 
-_VARYING = ["q_length", "kv_length", "q_origin", "kv_origin", "back", "ahead", "chunk", "blocks", "rows_of_heads",
-    "adjacent", "total_heads"]
+_VARYING = [
+    "q_length",
+    "kv_length",
+    "q_origin",
+    "kv_origin",
+    "back",
+    "ahead",
+    "chunk",
+    "blocks",
+    "rows_of_heads",
+    "adjacent",
+    "total_heads",
+]
 
 
 @triton.jit(do_not_specialize=_VARYING)

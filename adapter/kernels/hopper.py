@@ -37,8 +37,19 @@ def _flat(buffer, ROWS: gl.constexpr, WIDTH: gl.constexpr, DTYPE: gl.constexpr):
 
 
 @gluon.jit
-def _softmax(logits, largest, total, start, row_low, row_high, full_low, full_high, scale, BLOCK_N: gl.constexpr,
-        LAYOUT: gl.constexpr):
+def _softmax(
+    logits,
+    largest,
+    total,
+    start,
+    row_low,
+    row_high,
+    full_low,
+    full_high,
+    scale,
+    BLOCK_N: gl.constexpr,
+    LAYOUT: gl.constexpr,
+):
     """One step of the online softmax; returns weights, the factor for what was summed before, maximum and sum."""
     if (start < full_low) | (start + BLOCK_N > full_high):
         columns = start + gl.arange(0, BLOCK_N, layout=gl.SliceLayout(0, LAYOUT))

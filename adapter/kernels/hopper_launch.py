@@ -58,8 +58,10 @@ def _queries(query: Tensor, group: int, tile: Tile) -> object:
     batch, heads, length, width = query.shape
     stride_b, stride_h, stride_t, _ = query.stride()
     if tile.packed:
-        shape, strides = [batch, heads // group, length, group, width], [stride_b, stride_h * group, stride_t,
-            stride_h, 1]
+        shape, strides = (
+            [batch, heads // group, length, group, width],
+            [stride_b, stride_h * group, stride_t, stride_h, 1],
+        )
         return _descriptor(query, shape, strides, [1, 1, tile.rows // group, group, width])
     shape, strides = [batch, heads, 1, length, width], [stride_b, stride_h, stride_t, stride_t, 1]
     return _descriptor(query, shape, strides, [1, 1, 1, tile.rows, width])

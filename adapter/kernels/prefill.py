@@ -25,8 +25,19 @@ from .softmax import attend_tiles
 from .tiles import LOG2E, LOWEST, device_origin, interval, load_rows, sink_logits, store_tile
 from .tuning import Tile, capability_of, tile_for
 
-_VARYING = ["q_length", "kv_length", "q_origin", "kv_origin", "back", "ahead", "chunk", "blocks", "rows_of_heads",
-    "adjacent", "total_heads"]
+_VARYING = [
+    "q_length",
+    "kv_length",
+    "q_origin",
+    "kv_origin",
+    "back",
+    "ahead",
+    "chunk",
+    "blocks",
+    "rows_of_heads",
+    "adjacent",
+    "total_heads",
+]
 
 
 @triton.jit(do_not_specialize=_VARYING)

@@ -11,8 +11,19 @@ from .tiles import LOG2E, load_tile, soft_capped
 
 
 @triton.jit
-def _gathered(base, TABLE, start, rows, stride_page, stride, rows_end, first, WIDTH: tl.constexpr,
-        BLOCK: tl.constexpr, PAGE: tl.constexpr):
+def _gathered(
+    base,
+    TABLE,
+    start,
+    rows,
+    stride_page,
+    stride,
+    rows_end,
+    first,
+    WIDTH: tl.constexpr,
+    BLOCK: tl.constexpr,
+    PAGE: tl.constexpr,
+):
     """A tile of a paged cache: row `start + rows` lies in page TABLE[row // PAGE]."""
     row = start + rows
     real = rows < rows_end
@@ -23,8 +34,20 @@ def _gathered(base, TABLE, start, rows, stride_page, stride, rows_end, first, WI
 
 
 @triton.jit
-def _keys(base, TABLE, start, rows, stride_page, stride, rows_end, first, WIDTH: tl.constexpr, BLOCK: tl.constexpr,
-        MASKED: tl.constexpr, PAGE: tl.constexpr):
+def _keys(
+    base,
+    TABLE,
+    start,
+    rows,
+    stride_page,
+    stride,
+    rows_end,
+    first,
+    WIDTH: tl.constexpr,
+    BLOCK: tl.constexpr,
+    MASKED: tl.constexpr,
+    PAGE: tl.constexpr,
+):
     """A tile of rows from `start`, of a contiguous cache or of a paged one."""
     if TABLE is not None:
         return _gathered(base, TABLE, start, rows, stride_page, stride, rows_end, first, WIDTH, BLOCK, PAGE)
@@ -69,8 +92,9 @@ def attend_tiles(
             if PADDING is not None:
                 seen = seen & (tl.load(PADDING + columns, mask=columns < kv_length, other=0) != 0)[None, :]
             if dense_rows is not None:
-                seen = seen & (tl.load(dense_rows[:, None] + (columns * stride_dense_c)[None, :], mask=seen,
-                    other=0) != 0)
+                seen = seen & (
+                    tl.load(dense_rows[:, None] + (columns * stride_dense_c)[None, :], mask=seen, other=0) != 0
+                )
             logits = tl.where(seen, logits, float("-inf"))
         new_largest = tl.maximum(largest, tl.max(logits, 1) * factor)
         weights = tl.exp2(logits * factor - new_largest[:, None])

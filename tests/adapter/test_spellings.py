@@ -96,7 +96,11 @@ def test_a_keyword_that_is_a_sink_of_another_kind_is_refused():
 
 def test_a_source_that_cannot_be_read_is_never_no_sink():
     namespace = {"ALL_ATTENTION_FUNCTIONS": ALL_ATTENTION_FUNCTIONS, "Base": Base, "__name__": __name__}
-    source = "class Unseen(Base):\n    def forward(self, x):\n        f = ALL_ATTENTION_FUNCTIONS['sinkhold']\n        return f(self, x, x, x, None, s_aux=self.sinks)\n"
+    source = """class Unseen(Base):
+        def forward(self, x):
+            f = ALL_ATTENTION_FUNCTIONS['sinkhold']
+            return f(self, x, x, x, None, s_aux=self.sinks)
+    """
     exec(source, namespace)  # noqa: S102  a class without a source file, as a notebook's or an exec'd one
     model = nn.Sequential(namespace["Unseen"]())
     with pytest.raises(SourceError) as caught:

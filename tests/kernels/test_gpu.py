@@ -137,8 +137,11 @@ def test_rows_that_see_nothing() -> None:
 def test_strides_of_any_kind() -> None:
     call = _call("gpt_oss", "causal", torch.bfloat16)
     plain = BACKEND.attend(call).output
-    every_other = (Tensor.contiguous, lambda t: torch.stack([t, t], -1)[..., 0], lambda t: torch.cat([t, t], 3)[...,
-        :64])
+    every_other = (
+        Tensor.contiguous,
+        lambda t: torch.stack([t, t], -1)[..., 0],
+        lambda t: torch.cat([t, t], 3)[..., :64],
+    )
     for layout in every_other:
         call.query, call.key, call.value = layout(call.query), layout(call.key), layout(call.value)
         torch.testing.assert_close(BACKEND.attend(call).output, plain, atol=0, rtol=0)
