@@ -160,6 +160,8 @@ class Capability:
     min_compute_capability: tuple[int, int] | None = None
     head_dims: Callable[[int, int], str | None] = lambda qk, v: None
     group_size: Callable[[int], str | None] = lambda group: None
+    combination: Callable[[Needs], str | None] = lambda needs: None
+    """a reason that no single field shows, such as a dtype on one device only"""
     deterministic: bool = True
     graph_safe: bool = True
 
@@ -180,4 +182,5 @@ class Capability:
         else:
             reasons.extend(r for r in [self.group_size(needs.num_heads // needs.num_kv_heads)] if r)
         reasons.extend(r for r in [self.head_dims(needs.qk_head_dim, needs.v_head_dim)] if r)
+        reasons.extend(r for r in [self.combination(needs)] if r)
         return reasons

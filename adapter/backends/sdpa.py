@@ -6,7 +6,12 @@ import torch
 
 from . import sdpa_math, sdpa_op
 from .call import Attended, AttentionCall
-from .capability import Capability, Feature
+from .capability import Capability, Feature, Needs
+
+
+def _combination(needs: Needs) -> str | None:
+    # Found on an H200: torch's fused CUDA ops take no double.
+    return "float64 on cuda" if needs.device == "cuda" and needs.dtype is torch.float64 else None
 
 
 class Sdpa:
@@ -17,6 +22,7 @@ class Sdpa:
     capability = Capability(
         devices=frozenset({"cpu", "cuda"}),
         dtypes=frozenset({torch.float16, torch.bfloat16, torch.float32, torch.float64}),
+        combination=_combination,
         features=~(Feature.SOFTCAP | Feature.DROPOUT | Feature.WEIGHTS | Feature.BIAS_GRADIENT),
     )
 

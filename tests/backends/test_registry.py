@@ -185,3 +185,9 @@ def test_an_entry_point_that_is_no_backend_says_where_it_comes_from(entry_point,
     assert text in str(caught.value)
     assert f"unknown unknown, {target}" in str(caught.value)
     assert text in "; ".join(registry.explain(PLAIN)["outside"])
+
+
+def test_sdpa_takes_double_on_the_cpu_only():
+    needs = Needs("cuda", (9, 0), torch.float64, 4, 2, 64, 64, False, Feature.CAUSAL)
+    assert "float64 on cuda" in registry.refusals("sdpa", needs)
+    assert not registry.refusals("sdpa", replace(needs, device="cpu", compute_capability=None))
