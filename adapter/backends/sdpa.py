@@ -8,10 +8,20 @@ from . import sdpa_math, sdpa_op
 from .call import Attended, AttentionCall
 from .capability import Capability, Feature, Needs
 
+_MASKED = (
+    Feature.WINDOW | Feature.CHUNK | Feature.DOCUMENTS | Feature.PADDING | Feature.DENSE_MASK | Feature.BIAS
+)  # fmt: skip
+
 
 def _combination(needs: Needs) -> str | None:
-    # Found on an H200: torch's fused CUDA ops take no double.
-    return "float64 on cuda" if needs.device == "cuda" and needs.dtype is torch.float64 else None
+    """Found on an H200: no double through the fused CUDA ops, and an illegal read in their backward under a mask."""
+    if needs.device != "cuda":
+        return None
+    if needs.dtype is torch.float64:
+        return "float64 on cuda"
+    if Feature.BACKWARD in needs.features and needs.features & _MASKED:
+        return "backward under a mask on cuda"
+    return None
 
 
 class Sdpa:

@@ -191,3 +191,10 @@ def test_sdpa_takes_double_on_the_cpu_only():
     needs = Needs("cuda", (9, 0), torch.float64, 4, 2, 64, 64, False, Feature.CAUSAL)
     assert "float64 on cuda" in registry.refusals("sdpa", needs)
     assert not registry.refusals("sdpa", replace(needs, device="cpu", compute_capability=None))
+
+
+def test_sdpa_trains_under_a_mask_on_the_cpu_only():
+    needs = Needs("cuda", (9, 0), torch.bfloat16, 4, 2, 64, 64, False, Feature.WINDOW | Feature.BACKWARD)
+    assert "backward under a mask on cuda" in registry.refusals("sdpa", needs)
+    assert not registry.refusals("sdpa", replace(needs, features=Feature.CAUSAL | Feature.BACKWARD))
+    assert not registry.refusals("sdpa", replace(needs, device="cpu", compute_capability=None))
