@@ -126,10 +126,10 @@ MUTANTS = (
     ),
     *faults(
         TRANSLATE,
-        "restarts = _restarts(position_ids)",
+        "steps = position_ids.diff(dim=-1)",
         ["calls"],
         {
-            "positions that restart are ignored": "restarts = None",
+            "positions that restart are ignored": "steps = position_ids.diff(dim=-1) * 0 + 1",
         },
     ),
     *faults(
