@@ -9,6 +9,7 @@ import textwrap
 import pytest
 import torch
 import transformers
+from packaging.version import Version
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from transformers import PreTrainedModel
@@ -201,6 +202,8 @@ def test_a_sink_of_another_shape_is_named(checkpoint, tmp_path):
 
 @pytest.mark.parametrize("strategy", ["greedy", "sampling", "beams", "streaming", "assisted", "static"])
 def test_generate_works_as_before(checkpoint, strategy):
+    if strategy == "assisted" and Version(transformers.__version__) < Version("5.18"):
+        pytest.skip("this transformers' own assisted generation fails over a sliding cache")
     plain = transformers.AutoModelForCausalLM.from_pretrained(checkpoint, attn_implementation="eager").eval()
     ours = adapter.AutoModelForCausalLM.from_pretrained(checkpoint).eval()
 
