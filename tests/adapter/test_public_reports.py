@@ -226,5 +226,5 @@ def test_vllm_48658_the_scale_of_latent_attention_is_that_of_its_query():
 def test_continuous_batching_is_refused_and_not_left_to_drop_the_sink():
     """transformers 5.24 reads the sink off the module there, and fails inside its thread where a layer has none."""
     model = build("mimo_v2_flash")
-    with adapter.adapted(model), pytest.raises((ValueError, AdaptError), match="not supported|on an adapted"):
+    with adapter.adapted(model), pytest.raises((ValueError, AdaptError), match=r"not supported|on an adapted"):
         model.generate_batch([IDS[0].tolist()])
