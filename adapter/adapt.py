@@ -77,6 +77,8 @@ def adapt(model: nn.Module, backend: str = registry.AUTO, *, recording: bool | N
     Raises:
         SinkholdError: the model has an attention that cannot be run correctly. The model is then as it was.
     """
+    if not isinstance(model, nn.Module):
+        raise AdaptError(f"{type(model).__name__} is no torch module", fix="pass a loaded model")
     if backend != registry.AUTO:
         registry.get(backend)
     with _LOCK:

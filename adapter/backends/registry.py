@@ -92,10 +92,13 @@ def _load(name: str) -> Backend:
     raise BackendError(f"there is no backend {name!r}", fix=f"use one of: {', '.join([AUTO, *names()])}")
 
 
-def refusals(name: str, needs: Needs) -> list[str]:
-    """Why `name` cannot serve `needs`, every reason; empty when it can."""
+def refusals(name: str, needs: Needs, *, asked_for: bool = False) -> list[str]:
+    """Why `name` cannot serve `needs`, every reason; empty when it can.
+
+    One that is not asked for is not imported for a device that it is not meant for, nor taken there.
+    """
     devices = _BUILT_IN.get(name, _EVERYWHERE)
-    if needs.device not in devices:
+    if needs.device not in devices and not asked_for:
         return [f"device {needs.device} (has {', '.join(sorted(devices))})"]
     try:
         backend = get(name)
@@ -131,7 +134,7 @@ def select(name: str, needs: Needs) -> Backend:
 
 def _choose(name: str, needs: Needs) -> Backend:
     if name != AUTO:
-        reasons = refusals(name, needs)
+        reasons = refusals(name, needs, asked_for=True)
         if reasons:
             raise BackendError(f"backend {name!r} cannot run this layer: {'; '.join(reasons)}")
         return get(name)

@@ -207,3 +207,32 @@ def test_an_old_device_is_refused_by_name() -> None:
 
     with pytest.raises(BackendError, match=r"compute capability 7\.5 is below 8\.0"):
         tile_for("prefill", (7, 5), 64, 2, False, 1024)
+
+
+def test_a_model_runs_on_the_interpreted_kernels_when_they_are_asked_for() -> None:
+    import adapter
+    from tests.adapter.comparison import logits, relative, under_eager
+    from tests.families import build, tokens
+
+    model, ids = build("gpt_oss", num_hidden_layers=2), tokens(1, 9)
+    theirs = under_eager(model, lambda m: logits(m, input_ids=ids))
+    report = adapter.adapt(model, "triton")
+    with torch.no_grad():
+        assert relative(logits(model, input_ids=ids), theirs) <= 1e-5
+    assert {name for layer in report.layers for name in layer.backends.values()} == {"triton"}
+    adapter.restore(model)
+    assert "triton" not in {name for layer in adapter.adapt(model).layers for name in layer.backends.values()}
+
+
+def test_without_the_interpreter_the_cpu_is_refused_with_a_hint() -> None:
+    code = """
+import adapter
+from tests.families import build
+try:
+    adapter.adapt(build("gpt_oss"), "triton")
+except adapter.BackendError as error:
+    print(error)
+"""
+    environment = {**os.environ, "TRITON_INTERPRET": "0"}
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True)
+    assert "set TRITON_INTERPRET=1" in done.stdout, done.stderr
