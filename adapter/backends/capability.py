@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import enum
-import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -86,13 +85,14 @@ class Needs:
             needs = _known[seen] = cls(device, capability, query.dtype, *shapes, Feature(features))
         return needs
 
-    @functools.cached_property
-    def _hash(self) -> int:
-        # integers only: a hash of strings would not survive pickling into another process
-        return hash((self.num_heads, self.num_kv_heads, self.qk_head_dim, self.decode, self.features.value))
+    def __post_init__(self) -> None:
+        # Integers only: a hash of strings would not survive pickling. Kept here, as a traced graph can take no lock for it.
+        parts = (self.num_heads, self.num_kv_heads, self.qk_head_dim, self.decode, self.features.value)
+        object.__setattr__(self, "_hash", hash(parts))
 
     def __hash__(self) -> int:
-        return self._hash
+        kept: int = self.__dict__["_hash"]
+        return kept
 
 
 _known: dict[tuple[object, ...], Needs] = {}

@@ -44,7 +44,8 @@ def gather() -> dict[str, dict[str, str]]:
 
 def _versions() -> dict[str, str]:
     found = {"sinkhold": adapter.__version__, "python": sys.version.split()[0]}
-    return found | {name: _version(name) for name in _PACKAGES}
+    found |= {name: _version(name) for name in _PACKAGES}
+    return found | {"torch": torch.__version__}  # with the build, which the package's own version may leave out
 
 
 def _version(name: str) -> str:

@@ -107,7 +107,7 @@ def test_an_exception_at_any_step_leaves_the_model_as_it_was(monkeypatch, step, 
 def test_a_layer_that_cannot_run_leaves_the_model_as_it_was():
     model = build("gpt_oss")
     before = fingerprint(model)
-    with pytest.raises(BackendError, match="backend 'flex' cannot run this layer: .*device cpu"):
+    with pytest.raises(BackendError, match=r"backend 'flex' cannot run this layer: .*device cpu"):
         adapter.adapt(model, "flex")
     assert fingerprint(model) == before
 
