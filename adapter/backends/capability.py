@@ -86,7 +86,7 @@ class Needs:
         return needs
 
     def __post_init__(self) -> None:
-        # Integers only: a hash of strings would not survive pickling. Kept here, as a traced graph can take no lock for it.
+        # Integers only: a hash of strings would not survive pickling. Kept here: a traced graph can take no lock.
         parts = (self.num_heads, self.num_kv_heads, self.qk_head_dim, self.decode, self.features.value)
         object.__setattr__(self, "_hash", hash(parts))
 
