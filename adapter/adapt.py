@@ -14,7 +14,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from fusers.base import LayerFinding, Outcome, SinkKind
 
-from .attention import FUSER, NAMES, Attention, registered_attention
+from .attention import FUSER, NAMES, Attention, put, registered_attention
 from .backends import registry
 from .checkpoint import check_sink_values
 from .errors import AdaptError, SinkholdError
@@ -157,13 +157,11 @@ def _put(
         undo.append(lambda: existing.__dict__.update(backend=before[0], path=before[1]))
         existing.backend, existing.path = backend, path
         return existing
-    name = next((n for n in NAMES if not hasattr(module, n)), None)
-    if name is None:
+    added = put(module, finding, backend, path)
+    if added is None:
         raise AdaptError(f"both {' and '.join(NAMES)} are taken", where=f"{path}, {finding.attention.where}")
-    attn = Attention(module, finding, backend, path)
-    attn.train(module.training)
+    name, attn = added
     undo.append(partial(_forget, module._modules, name))
-    module.add_module(name, attn)
     return attn
 
 

@@ -183,6 +183,17 @@ def registered_attention(module: nn.Module) -> Attention | None:
     return None
 
 
+def put(module: nn.Module, finding: LayerFinding, backend: str, path: str) -> tuple[str, Attention] | None:
+    """Register a new Attention below `module`; it and its name, or None when the module uses both names itself."""
+    name = next((n for n in NAMES if not hasattr(module, n)), None)
+    if name is None:
+        return None
+    attn = Attention(module, finding, backend, path)
+    attn.train(module.training)
+    module.add_module(name, attn)
+    return name, attn
+
+
 def attach(module: nn.Module, backend: str = "auto", path: str = "") -> Attention:
     """Register an Attention below `module`; the same one when there is one already.
 
@@ -193,11 +204,10 @@ def attach(module: nn.Module, backend: str = "auto", path: str = "") -> Attentio
         attn = registered_attention(module)
         if attn is None:
             finding = FUSER.validate(module)
-            attn = Attention(module, finding, backend, path)
-            name = next((n for n in NAMES if not hasattr(module, n)), None)
-            if name is None:
+            added = put(module, finding, backend, path)
+            if added is None:
                 raise CallError(f"both {' and '.join(NAMES)} are taken", where=finding.attention.where)
-            module.add_module(name, attn)
+            _, attn = added
         return attn
 
 

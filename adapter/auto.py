@@ -5,7 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any, ClassVar
 
-import torch
 import transformers
 from torch import nn
 from transformers import PreTrainedModel
@@ -14,6 +13,7 @@ from fusers.base import SinkKind
 
 from .adapt import adapt, find_layers
 from .backends import registry
+from .blueprint import meta_model, read_config
 from .checkpoint import CheckpointSummary, check_checkpoint, check_loading_info, check_renamed_sinks
 from .checkpoint.errors import SinkShapeError
 from .errors import AdaptError
@@ -116,13 +116,11 @@ def _check_sink_shapes(
     auto: Any, path: str, kwargs: dict[str, Any], summary: CheckpointSummary, error: RuntimeError
 ) -> None:
     """Raise SinkShapeError, from `error`, for the first sink whose stored shape is not the model's."""
-    config = kwargs.get("config") or transformers.AutoConfig.from_pretrained(path, **_config_keywords(kwargs))
-    with torch.device("meta"):
-        model = auto.from_config(config)
-    renamed = check_renamed_sinks(summary, model, key_mapping=kwargs.get("key_mapping"))
+    model = meta_model(auto, path, kwargs)
+    renamed, sinks = check_renamed_sinks(summary, model, key_mapping=kwargs.get("key_mapping")), sink_names(model)
     for key, name in renamed.items():
         stored = tuple(summary.tensors[key].shape)
-        expected = tuple(model.get_parameter(name).shape) if name in sink_names(model) else stored
+        expected = tuple(model.get_parameter(name).shape) if name in sinks else stored
         if stored != expected:
             raise SinkShapeError(
                 f"the sink {key!r} is {list(stored)} in the checkpoint and {list(expected)} in the model",
@@ -180,7 +178,7 @@ def from_pretrained(
     path: str, *model_args: Any, **kwargs: Any
 ) -> PreTrainedModel | tuple[PreTrainedModel, dict[str, Any]]:
     """Load with the Auto class that the checkpoint's own `architectures` entry names, and adapt the model."""
-    config = kwargs.get("config") or transformers.AutoConfig.from_pretrained(path, **_config_keywords(kwargs))
+    config = read_config(path, kwargs)
     architecture = next(iter(getattr(config, "architectures", None) or []), "")
     for suffix, auto in (
         ("ForTokenClassification", AutoModelForTokenClassification),
@@ -192,8 +190,3 @@ def from_pretrained(
         if architecture.endswith(suffix):
             return auto.from_pretrained(path, *model_args, **kwargs)
     return AutoModelForCausalLM.from_pretrained(path, *model_args, **kwargs)
-
-
-def _config_keywords(kwargs: dict[str, Any]) -> dict[str, Any]:
-    shared = ("cache_dir", "token", "revision", "subfolder", "local_files_only", "trust_remote_code", "force_download")
-    return {k: kwargs[k] for k in shared if k in kwargs}

@@ -158,7 +158,7 @@ def _layer(attn: Attention) -> LayerReport:
     expected = [] if chosen else expected_needs(attn)
     refusals: dict[str, list[str]] = {}
     for needs in chosen or expected:
-        reasons = {name: registry.refusals(name, needs) for name in registry.names()}
+        reasons = registry.explain(needs)
         first = next((n for n, r in reasons.items() if not r), None) if attn.backend == registry.AUTO else attn.backend
         if first is not None and not chosen and not reasons.get(first):
             backends[_phase(needs)] = first

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 from typing import TYPE_CHECKING, Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -17,6 +18,8 @@ from .masks import LazyMask
 
 if TYPE_CHECKING:
     from .attention import Attention
+
+_REWRITES: WeakKeyDictionary[Any, bool] = WeakKeyDictionary()
 
 
 def build_call(
@@ -145,21 +148,21 @@ def _documents(visibility: Visibility, kwargs: dict[str, Any], packable: bool) -
         positions = torch.arange(visibility.kv_length, device=boundaries.device)
         documents = torch.searchsorted(boundaries[1:].to(positions.dtype), positions, right=True)
         return visibility.with_(documents=documents.expand(visibility.batch_size, -1))
-    position_ids = kwargs.get("position_ids")
-    if position_ids is None or position_ids.dim() != 2 or position_ids.shape[1] != visibility.q_length:
-        return visibility
-    jumps = _jumps(position_ids, kwargs)
-    if position_ids.is_meta or not bool(jumps.any()):
+    jumps = _jumps(visibility.q_length, kwargs)
+    if jumps is None or jumps.is_meta or not bool(jumps.any()):
         return visibility
     return visibility.with_(documents=_numbered(jumps).expand(visibility.batch_size, -1))
 
 
-def _jumps(position_ids: Tensor, kwargs: dict[str, Any]) -> Tensor:
-    """[batch, length - 1] bool, True where a document ends.
+def _jumps(q_length: int, kwargs: dict[str, Any]) -> Tensor | None:
+    """[batch, q_length - 1] bool, True where a document ends; None without one position id for each query.
 
     Without a cache any step but one is an end, as in transformers' own rule; with a fresh cache only a step back is.
     """
-    steps = position_ids.diff(dim=-1)
+    position_ids = kwargs.get("position_ids")
+    if position_ids is None or position_ids.dim() != 2 or position_ids.shape[1] != q_length:
+        return None
+    steps: Tensor = position_ids.diff(dim=-1)
     return steps <= 0 if kwargs.get("use_cache") else steps != 1
 
 
@@ -169,19 +172,21 @@ def _numbered(jumps: Tensor) -> Tensor:
 
 def _split_documents(visible: Tensor, q_length: int, kwargs: dict[str, Any]) -> Tensor:
     """In a traced graph the mask is a tensor and nothing can be looked up: documents are always told apart there."""
-    position_ids = kwargs.get("position_ids")
-    square = q_length > 1 and visible.shape[-1] == q_length
-    if not square or position_ids is None or position_ids.dim() != 2 or position_ids.shape[1] != q_length:
+    jumps = _jumps(q_length, kwargs)
+    if jumps is None or q_length == 1 or visible.shape[-1] != q_length:
         return visible
-    documents = _numbered(_jumps(position_ids, kwargs))
+    documents = _numbered(jumps)
     return visible & (documents[:, None, :, None] == documents[:, None, None, :])
 
 
 def _rewrites_mask(module: nn.Module) -> bool:
     """Whether the module's forward puts something else in its attention_mask before the call."""
-    tree = read_forward(type(module)).tree
-    stored = (n.id for n in ast.walk(tree) if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store))
-    return "attention_mask" in stored
+    forward = type(module).forward
+    if forward not in _REWRITES:  # every layer of every forward asks, and reading a source takes milliseconds
+        tree = read_forward(type(module)).tree
+        stored = (n.id for n in ast.walk(tree) if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store))
+        _REWRITES[forward] = "attention_mask" in stored
+    return _REWRITES[forward]
 
 
 def _select_indices(visibility: Visibility, indices: Tensor, kv_length: int) -> Visibility:

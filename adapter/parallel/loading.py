@@ -5,19 +5,16 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any
 
-import torch
 import transformers
 from torch import nn
 
+from ..blueprint import meta_model
 from ..errors import ParallelError
 from .agreement import Agreement, start_ranks, world_size
 from .plan import LOCAL, Plan, derive_plan
 from .styles import is_kv_style
 
 _PARALLEL_KEYWORDS = ("tp_plan", "tp_size", "distributed_config")
-_CONFIG_KEYWORDS = (
-    "cache_dir", "token", "revision", "subfolder", "local_files_only", "trust_remote_code", "force_download",
-)  # fmt: skip
 
 
 @dataclass
@@ -66,7 +63,7 @@ def parallel_load(auto: Any, path: str, kwargs: dict[str, Any]) -> ParallelLoad:
         _check_styles()
         user = wanted.tp_plan if isinstance(wanted.tp_plan, dict) else None
         experts = None if wanted.ep_size == 1 and wanted.ep_plan is None else wanted.ep_size > 1
-        model = _meta_model(auto, path, rest)
+        model = meta_model(auto, path, rest)
         load.plan = derive_plan(model, wanted.tp_size, user, experts)
         changes: dict[str, Any] = {"tp_plan": load.plan.rules or "auto"}
         if load.plan.expert_parallel and wanted.ep_size == 1:
@@ -122,11 +119,3 @@ def _check_styles() -> None:
             why="the attention would get a sink that is spread over the ranks as if it were whole",
             fix="install transformers 5.24 or newer",
         )
-
-
-def _meta_model(auto: Any, path: str, kwargs: dict[str, Any]) -> Any:
-    shared = {name: kwargs[name] for name in _CONFIG_KEYWORDS if name in kwargs}
-    config = kwargs.get("config") or transformers.AutoConfig.from_pretrained(path, **shared)
-    trust = {"trust_remote_code": kwargs["trust_remote_code"]} if "trust_remote_code" in kwargs else {}
-    with torch.device("meta"):
-        return auto.from_config(config, **trust)

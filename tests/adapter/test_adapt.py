@@ -137,7 +137,7 @@ def test_extreme_but_meaningful_sinks_run(limit):
         assert logits(model, input_ids=IDS).isfinite().all()
 
 
-def test_source_and_run_are_compared_when_the_model_is_adapted(monkeypatch):
+def test_the_parameter_that_the_module_holds_at_the_call_is_what_counts(monkeypatch):
     model = build("gpt_oss")
     layer = model.model.layers[1].self_attn
     original = type(layer).forward
@@ -151,7 +151,7 @@ def test_source_and_run_are_compared_when_the_model_is_adapted(monkeypatch):
 
     lying.__wrapped__ = original
     monkeypatch.setattr(type(layer), "forward", lying)
-    report = adapter.adapt(model)  # the parameter that the module holds at the call is what counts
+    report = adapter.adapt(model)
     assert "agree on 4 of 4" in report.recording
 
 

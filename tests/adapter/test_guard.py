@@ -17,7 +17,6 @@ def layer():
     model = build("gpt_oss")
     adapter.adapt(model)
     module = model.model.layers[0].self_attn
-    module.keeper = None
     yield module, registered_attention(module)
     adapter.restore(model)
 

@@ -30,14 +30,6 @@ from tests.families import INSTALLED, build, tokens
 PARALLEL_REASON = "one process: torch.distributed is not initialised with two ranks or more"
 
 
-@pytest.fixture(autouse=True, scope="module")
-def _one_thread():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
 def llama(**overrides):
     torch.manual_seed(0)
     fields = {

@@ -30,14 +30,6 @@ from tests.adapter.probing import (
 from tests.families import INSTALLED, build
 
 
-@pytest.fixture(autouse=True, scope="module")
-def _one_thread():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
 class Broken(Eager):
     """Eager attention, but `change` rewrites each call first."""
 

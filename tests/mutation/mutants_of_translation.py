@@ -126,10 +126,10 @@ MUTANTS = (
     ),
     *faults(
         TRANSLATE,
-        "steps = position_ids.diff(dim=-1)",
+        "position_ids.diff(dim=-1)",
         ["calls"],
         {
-            "positions that restart are ignored": "steps = position_ids.diff(dim=-1) * 0 + 1",
+            "positions that restart are ignored": "position_ids.diff(dim=-1) * 0 + 1",
         },
     ),
     *faults(
