@@ -205,9 +205,8 @@ class _Trace:
     def _function_call(
         self, name: str, positional: list[Traced], keywords: dict[str | None, Traced], given: Origin
     ) -> Traced:
-        function = self.function.__globals__.get(name)
-        function = inspect.unwrap(function) if callable(function) else function
-        if self.depth >= _MAX_DEPTH or not isinstance(function, FunctionType):
+        function = _plain_function(self.function.__globals__.get(name), name)
+        if self.depth >= _MAX_DEPTH or function is None:
             return given
         try:
             tree = read_function(function, where=name).tree
@@ -219,6 +218,20 @@ class _Trace:
         result = _Trace(None, function, depth=self.depth + 1).run(tree, names)
         # A nested function or a starred parameter may hide an origin: then all that is given counts.
         return result if _flat(result) == given else given
+
+
+def _plain_function(value: Any, name: str) -> FunctionType | None:
+    """The Python function `name` behind a global: itself, undecorated, or held by the module that stands for it.
+
+    The kernels package replaces a function by a module whose forward closes over it.
+    """
+    value = inspect.unwrap(value) if callable(value) else value
+    if isinstance(value, nn.Module):
+        forward = inspect.getattr_static(type(value), "forward", None)
+        held = inspect.getclosurevars(forward).nonlocals.values() if isinstance(forward, FunctionType) else ()
+        named = [f for f in held if isinstance(f, FunctionType) and f.__name__ == name]
+        value = named[0] if len(named) == 1 else None
+    return value if isinstance(value, FunctionType) else None
 
 
 def _named(node: ast.expr | None) -> str | None:

@@ -45,14 +45,15 @@ def _kv_heads(head_dim: int) -> Any:
     class KvHeads(ColwiseParallel):  # type: ignore[misc]
         """Key or value projection by heads; see `kv_style`."""
 
-        def shard_param(self, module: nn.Module, param: str, mesh: Any) -> None:
+        # transformers 5.25 passes the config and the meshes too.
+        def shard_param(self, module: nn.Module, param: str, mesh: Any, **rest: Any) -> None:
             if _heads(module, head_dim) % mesh.size() == 0:
-                super().shard_param(module, param, mesh)
+                super().shard_param(module, param, mesh, **rest)
 
-        def install_forward(self, module: nn.Module, mesh: Any) -> nn.Module:
+        def install_forward(self, module: nn.Module, mesh: Any, **rest: Any) -> nn.Module:
             heads = _heads(module, head_dim)
             if heads % mesh.size() == 0:
-                installed: nn.Module = super().install_forward(module, mesh)
+                installed: nn.Module = super().install_forward(module, mesh, **rest)
                 return installed
             start = mesh.get_local_rank() * heads // mesh.size() * head_dim
             module.forward = _one_head(module.forward, mesh.get_group(), start, head_dim)
