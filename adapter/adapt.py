@@ -13,6 +13,7 @@ from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from fusers.base import LayerFinding, Outcome, SinkKind
+from fusers.mask_writes import keeps_masks
 
 from .attention import FUSER, NAMES, Attention, put, registered_attention
 from .backends import registry
@@ -107,6 +108,7 @@ def _adapt(model: nn.Module, backend: str, recording: bool | None, undo: list[Ca
     for path, finding in layers.items():
         module = model.get_submodule(path)
         attn = _put(module, finding, backend, path, undo)
+        attn.mask_is_kept = all(keeps_masks(type(outer)) for outer in _around(model, path))
         sinks = attn.sinks
         if sinks is not None:
             check_sink_values([(f"{path}.{finding.sink.source}", sinks)])
@@ -174,13 +176,21 @@ def _set_implementation(config: PreTrainedConfig, implementation: Any) -> None:
     config._attn_implementation_internal = implementation
 
 
+def _around(model: nn.Module, path: str) -> Iterator[nn.Module]:
+    """The modules from `model` down to the one at `path`; containers have no forward of their own and are left out."""
+    parts = path.split(".") if path else []
+    for depth in range(len(parts) + 1):
+        module = model.get_submodule(".".join(parts[:depth]))
+        if not isinstance(module, (nn.ModuleList, nn.ModuleDict)):
+            yield module
+
+
 def _configs(model: nn.Module, layers: dict[str, LayerFinding]) -> list[PreTrainedConfig]:
     """Each config that an adapted layer, or a model around one, reads its implementation from."""
     found: dict[int, PreTrainedConfig] = {}
     for path in layers:
-        parts = path.split(".") if path else []
-        for depth in range(len(parts) + 1):
-            config = getattr(model.get_submodule(".".join(parts[:depth])), "config", None)
+        for module in _around(model, path):
+            config = getattr(module, "config", None)
             if isinstance(config, PreTrainedConfig):
                 found[id(config)] = config
     return list(found.values())

@@ -6,7 +6,7 @@ import operator
 import threading
 import weakref
 from dataclasses import replace
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -15,7 +15,7 @@ from fusers.attention import AttentionFuser
 from fusers.base import LayerFinding, SinkKind, Status
 
 from .backends import registry
-from .backends.call import AttentionCall
+from .backends.call import Attended, AttentionCall
 from .backends.capability import Needs
 from .errors import CallError, SinkError
 from .guard import check_call, check_heads, check_sinks, registered_values, where
@@ -28,6 +28,20 @@ FUSER = AttentionFuser()
 """One for all: it keeps what it read of each class."""
 
 _ATTACHING = threading.Lock()
+
+
+class Context(Protocol):
+    """What runs the calls of a model whose sequence is spread over ranks."""
+
+    def attend(
+        self,
+        attn: Attention,
+        qkv: tuple[Tensor, Tensor, Tensor],
+        mask: Any,
+        sink: Tensor | None,
+        kwargs: dict[str, Any],
+    ) -> Tensor:
+        """The output [batch, q_length, num_heads, v_head_dim] of a call that passed the guard."""
 
 
 class Attention(nn.Module):
@@ -50,8 +64,12 @@ class Attention(nn.Module):
         self.path = path
         self.chosen: dict[Needs, str] = {}
         """Which backend ran each kind of call so far."""
+        self.mask_is_kept = False
+        """Nothing between the mask's builder and this layer writes into the mask, so that its meaning stays true."""
         self.recorded: dict[str, Any] | None = None
         """What the first call passed; compared with the finding."""
+        self.context: Context | None = None
+        """Set while the sequence is spread over ranks."""
         self._bind()
 
     def _bind(self) -> None:
@@ -123,18 +141,20 @@ class Attention(nn.Module):
         check_sinks(module, self, sink)
         check_heads(module, self, query, sink)
         check_call(module, self, kwargs)
-        call = build_call(module, self, (query, key, value), attention_mask, sink, kwargs)
-        attended = self._backend_for(call).attend(call)
+        if self.context is not None:
+            return self.context.attend(self, (query, key, value), attention_mask, sink, kwargs), None
+        attended = self.run(build_call(module, self, (query, key, value), attention_mask, sink, kwargs))
         return attended.output, attended.weights
 
-    def _backend_for(self, call: AttentionCall) -> registry.Backend:
+    def run(self, call: AttentionCall) -> Attended:
+        """The call on the backend that was chosen for its needs."""
         needs = Needs.of(call)
         backend = self._selected.get(needs)
         if backend is None:
             backend = registry.select(self.backend, needs)
             self._selected[needs] = backend
             self.chosen[needs] = backend.name
-        return backend
+        return backend.attend(call)
 
     def _record(self, module: nn.Module, sink: Tensor | None, kwargs: dict[str, Any]) -> None:
         """Take down the first call; where the source could not tell the sink, the call decides."""

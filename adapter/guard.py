@@ -26,6 +26,7 @@ IGNORABLE = frozenset(
         "use_cache", "output_hidden_states", "output_router_logits", "return_dict", "cache_position", "deterministic",
         "num_items_in_batch", "logits_to_keep", "max_length_q", "max_length_k", "cache", "past_key_values",
         "position_embeddings", "layer_idx", "is_decoding", "token_type_ids", "inference_params",
+        "shift_labels",
     }
 )  # fmt: skip
 """Keywords that do not change what attention computes: bookkeeping of the model around it."""

@@ -87,6 +87,11 @@ def _visibility(
     q_length, kv_length = query.shape[2], key.shape[2]
     if mask is None:
         return _documents(_unmasked(query, kv_length, kwargs), kwargs, packable=q_length == kv_length), None
+    meaning = getattr(mask, "sinkhold_meaning", None) if attn.mask_is_kept else None
+    if meaning is not None and (meaning.visibility.q_length, meaning.visibility.kv_length) == (q_length, kv_length):
+        return _documents(meaning.visibility, kwargs, packable=meaning.packable), None
+    if isinstance(mask, LazyMask) and mask.written:
+        mask = mask.additive()
     if isinstance(mask, LazyMask):
         visibility = mask.visibility
         if (visibility.q_length, visibility.kv_length) != (q_length, kv_length):
@@ -116,7 +121,7 @@ def _visibility(
             where=where(module, attn),
         )
     if mask.dtype == torch.bool:
-        if _rewrites_mask(module):
+        if rewrites_mask(module):
             raise CallError(
                 "the mask is bool, but this module extends its mask as if it were additive",
                 where=where(module, attn),
@@ -149,7 +154,10 @@ def _documents(visibility: Visibility, kwargs: dict[str, Any], packable: bool) -
         documents = torch.searchsorted(boundaries[1:].to(positions.dtype), positions, right=True)
         return visibility.with_(documents=documents.expand(visibility.batch_size, -1))
     jumps = _jumps(visibility.q_length, kwargs)
-    if jumps is None or jumps.is_meta or not bool(jumps.any()):
+    if jumps is None or jumps.is_meta:
+        return visibility
+    # In a traced graph nothing can be looked up: documents are always told apart there.
+    if not torch.compiler.is_compiling() and not bool(jumps.any()):
         return visibility
     return visibility.with_(documents=_numbered(jumps).expand(visibility.batch_size, -1))
 
@@ -179,7 +187,7 @@ def _split_documents(visible: Tensor, q_length: int, kwargs: dict[str, Any]) -> 
     return visible & (documents[:, None, :, None] == documents[:, None, None, :])
 
 
-def _rewrites_mask(module: nn.Module) -> bool:
+def rewrites_mask(module: nn.Module) -> bool:
     """Whether the module's forward puts something else in its attention_mask before the call."""
     forward = type(module).forward
     if forward not in _REWRITES:  # every layer of every forward asks, and reading a source takes milliseconds

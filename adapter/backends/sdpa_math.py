@@ -62,6 +62,26 @@ def forward(call: AttentionCall) -> tuple[Tensor, Tensor]:
     return output, lse_s
 
 
+def partial(call: AttentionCall) -> tuple[Tensor, Tensor]:
+    """Output and log-sum-exp over the keys of this call alone, without a sink, to be merged with those over others.
+
+    Returns:
+        Output [batch, q_length, num_heads, v_head_dim] in the query's dtype, and the log-sum-exp
+        [batch, num_heads, q_length]; 0 and -inf for a query that sees none of the keys. Records no gradient.
+    """
+    batch, num_heads, q_length, _ = call.query.shape
+    v_head_dim = call.value.shape[3]
+    output = call.query.new_zeros(batch, q_length, num_heads, v_head_dim)
+    lse = call.query.new_full((batch, num_heads, q_length), float("-inf"), dtype=lse_dtype(call.query.dtype))
+    for p in _prepared(call):
+        rows = slice(p.block.q_start, p.block.q_stop)
+        out, found = (p.unpack(t) for t in torch_ops.forward(p.piece))
+        if p.seeing is not None:
+            out, found = out * p.seeing[..., None].to(out.dtype), found.masked_fill(~p.seeing, float("-inf"))
+        output[:, rows], lse[:, :, rows] = out[..., :v_head_dim].transpose(1, 2), found
+    return output, lse
+
+
 def backward(call: AttentionCall, grad: Tensor, output: Tensor, lse_s: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Gradients of query, key, value and sinks (an empty tensor without sinks), in their dtypes."""
     wide = lse_dtype(call.query.dtype)
@@ -73,7 +93,9 @@ def backward(call: AttentionCall, grad: Tensor, output: Tensor, lse_s: Tensor) -
         d_out = d_out if p.seeing is None else d_out * p.seeing[..., None].to(d_out.dtype)
         pad = p.piece.value.shape[3] - d_out.shape[3]
         d_out, out = (p.pack(F.pad(t, (0, pad)).contiguous()) for t in (d_out, output[:, rows].transpose(1, 2)))
-        dq_b, dk_b, dv_b = torch_ops.backward(p.piece, d_out, out, p.pack(lse_s[:, :, rows]).contiguous())
+        # an infinite sum makes every weight zero; a finite one may be far below logits whose mask was lifted
+        lse = lse_s[:, :, rows] if p.seeing is None else lse_s[:, :, rows].masked_fill(~p.seeing, float("inf"))
+        dq_b, dk_b, dv_b = torch_ops.backward(p.piece, d_out, out, p.pack(lse).contiguous())
         dq[:, :, rows] = p.unpack(dq_b)[..., : dq.shape[3]]
         dk[:, :, columns] += dk_b[..., : dk.shape[3]]
         dv[:, :, columns] += dv_b[..., : dv.shape[3]]

@@ -3,8 +3,20 @@
 from __future__ import annotations
 
 from .agreement import Agreement, start_ranks
+from .context import ContextParallel, context_parallel
 from .loading import ParallelLoad, parallel_load
 from .plan import Plan, derive_plan
 from .shards import Shards, shards_of
 
-__all__ = ["Agreement", "ParallelLoad", "Plan", "Shards", "derive_plan", "parallel_load", "shards_of", "start_ranks"]
+__all__ = [
+    "Agreement",
+    "ContextParallel",
+    "ParallelLoad",
+    "Plan",
+    "Shards",
+    "context_parallel",
+    "derive_plan",
+    "parallel_load",
+    "shards_of",
+    "start_ranks",
+]

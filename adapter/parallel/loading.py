@@ -12,6 +12,7 @@ from ..blueprint import meta_model
 from ..errors import ParallelError
 from .agreement import Agreement, start_ranks, world_size
 from .plan import LOCAL, Plan, derive_plan
+from .sharing import share_inputs
 from .styles import is_kv_style
 
 _PARALLEL_KEYWORDS = ("tp_plan", "tp_size", "distributed_config")
@@ -30,7 +31,10 @@ class ParallelLoad(Agreement):
 
     def loaded(self, model: nn.Module) -> None:
         """Finish the model that was loaded with `kwargs`."""
-        if self.plan is None or not any(is_kv_style(style) for style in self.plan.rules.values()):
+        if self.plan is None:
+            return
+        share_inputs(model, {**(getattr(model, "_tp_plan", None) or {}), **self.plan.rules})
+        if not any(is_kv_style(style) for style in self.plan.rules.values()):
             return
         # transformers sizes static caches by the plan; a key projection that does not divide makes it wait for the
         # first keys instead of guessing all heads.

@@ -71,8 +71,9 @@ def _ours(captured: Captured) -> tuple[list[str], list[Tensor], Tensor, str]:
         leaf = held.kwargs[held.sink_name].detach().clone().requires_grad_()
         held = held.with_sink(leaf)
         names, inputs = [*names, "sink"], [*inputs, leaf]
-    elif held.sink_name is not None:
-        parameter = held.attn.sinks
+    elif held.sink_name is not None and held.attn._get_sink is not None:
+        # Of a sharded sink the whole parameter: its shard is made anew each time.
+        parameter = held.attn._get_sink(held.attn.owner)
     asked = parameter is not None and parameter.is_leaf and not parameter.requires_grad
     try:
         if parameter is not None:
@@ -86,7 +87,7 @@ def _ours(captured: Captured) -> tuple[list[str], list[Tensor], Tensor, str]:
         if asked and parameter is not None:
             parameter.requires_grad_(False)
     ours = [torch.zeros_like(t) if g is None else g for g, t in zip(grads, inputs, strict=True)]
-    return names, ours, upstream, backend
+    return names, [g.to_local() if hasattr(g, "to_local") else g for g in ours], upstream, backend
 
 
 def _theirs(captured: Captured, upstream: Tensor) -> list[Tensor]:

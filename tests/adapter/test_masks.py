@@ -85,9 +85,9 @@ def test_a_lazy_mask_holds_no_dense_tensor_until_it_is_touched():
     mask = lazy()
     assert mask.shape == (2, 1, 4, 4)
     assert mask.dtype is torch.bfloat16
-    assert mask._additive is None
+    assert not mask._computed
     assert (mask[:, 0, :, :2] == 0).sum() == 14
-    assert mask._additive is not None
+    assert mask._computed
 
 
 def test_moving_a_lazy_mask_keeps_its_meaning():
@@ -132,3 +132,40 @@ def test_transformers_builds_its_masks_through_the_registered_function():
 
 def test_copies_of_a_lazy_mask_keep_their_meaning():
     assert copy.copy(lazy()).visibility.right == 0
+
+
+def _entry(mask):
+    mask[..., 0] = 5.0
+
+
+def _method(mask):
+    mask.fill_(5.0)
+
+
+def _view(mask):
+    mask[:, :, 2:].narrow(-1, 0, 2).fill_(5.0)
+
+
+def _alias(mask):
+    mask.detach().add_(5.0)
+
+
+@pytest.mark.parametrize("write", [_entry, _method, _view, _alias])
+@pytest.mark.parametrize("mode", [torch.enable_grad, torch.no_grad, torch.inference_mode])
+def test_a_write_into_a_lazy_mask_is_noticed(write, mode):
+    with mode():
+        mask = sinkhold_mask(batch_size=2, q_length=4, kv_length=4)
+        expected = eager_mask(batch_size=2, q_length=4, kv_length=4)
+        assert isinstance(mask, LazyMask)
+        assert mask.sum() == expected.sum()
+        assert not mask.written
+        write(mask)
+        write(expected)
+        assert mask.written
+        assert torch.equal(mask.additive(), expected)
+
+
+def test_a_clone_is_written_alone():
+    mask = sinkhold_mask(batch_size=2, q_length=4, kv_length=4)
+    mask.clone().add_(5.0)
+    assert not mask.written

@@ -6,6 +6,7 @@ from .apply import faults
 
 CALL = "adapter/backends/call.py"
 MASKS = "adapter/masks.py"
+FUNCTIONS = "adapter/mask_functions.py"
 
 MUTANTS = (
     *faults(
@@ -123,7 +124,7 @@ MUTANTS = (
         },
     ),
     *faults(
-        MASKS,
+        FUNCTIONS,
         '{"left": cells["sliding_window"] - 1}',
         ["masks"],
         {
@@ -131,7 +132,7 @@ MUTANTS = (
         },
     ),
     *faults(
-        MASKS,
+        FUNCTIONS,
         '"right": cells["sliding_window"]}',
         ["masks"],
         {
@@ -139,7 +140,7 @@ MUTANTS = (
         },
     ),
     *faults(
-        MASKS,
+        FUNCTIONS,
         'return {"right": 0}',
         ["masks"],
         {
@@ -147,7 +148,7 @@ MUTANTS = (
         },
     ),
     *faults(
-        MASKS,
+        FUNCTIONS,
         "else min(a, b)",
         ["masks"],
         {
@@ -155,7 +156,7 @@ MUTANTS = (
         },
     ),
     *faults(
-        MASKS,
+        FUNCTIONS,
         '"chunk_start": cells["left_padding"]',
         ["masks"],
         {
@@ -163,7 +164,7 @@ MUTANTS = (
         },
     ),
     *faults(
-        MASKS,
+        FUNCTIONS,
         'return {"documents": cells["packed_sequence_mask"]}',
         ["masks"],
         {
@@ -204,18 +205,18 @@ MUTANTS = (
     ),
     *faults(
         MASKS,
-        "and not on_device and q_offset == 0 and q_length == kv_length",
+        "and q_offset == 0 and q_length == kv_length",
         ["masks"],
         {
-            "masks: a cached prompt counts as packed": "and not on_device",
+            "masks: a cached prompt counts as packed": "",
         },
     ),
     *faults(
         MASKS,
-        "packable = attention_mask is None and",
+        "return whole and attention_mask is None",
         ["masks"],
         {
-            "masks: a padded batch counts as packed": "packable =",
+            "masks: a padded batch counts as packed": "return whole",
         },
     ),
 )

@@ -98,7 +98,7 @@ MUTANTS = (
     ),
     *faults(
         MATH,
-        "p.pack(lse_s[:, :, rows]).contiguous()",
+        "p.pack(lse).contiguous()",
         ["sdpa"],
         {
             "sdpa: dq, dk and dv from weights without the sink": "torch_ops.forward(p.piece)[1]",

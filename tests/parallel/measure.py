@@ -13,7 +13,7 @@ import adapter
 from adapter.parallel import shards_of
 from tests.families import FAMILIES, tokens
 
-NEW_TOKENS = 32
+NEW_TOKENS, STATIC_TOKENS = 32, 16
 
 
 def inputs() -> tuple[Tensor, Tensor]:
@@ -36,12 +36,13 @@ def measured(model: Any, name: str) -> dict[str, Tensor]:
     cache = model(input_ids=prompt, use_cache=True).past_key_values
     steps = [model(input_ids=rest[:, i : i + 1], past_key_values=cache).logits for i in range(rest.shape[1])]
     found["decode"] = torch.cat(steps, dim=1)
-    greedy = {"max_new_tokens": NEW_TOKENS, "do_sample": False, "eos_token_id": -1, "attention_mask": mask}
-    found["tokens"] = model.generate(ids, **greedy)
+    greedy = {"do_sample": False, "eos_token_id": -1, "attention_mask": mask}
+    found["tokens"] = model.generate(ids, max_new_tokens=NEW_TOKENS, **greedy)
     if family.static_cache:
         static = StaticCache(config=model.config.get_text_config(decoder=True), max_cache_len=48)
         found["static"] = model(input_ids=ids, past_key_values=static, use_cache=True).logits
-        found["static tokens"] = model.generate(ids, cache_implementation="static", disable_compile=True, **greedy)
+        greedy |= {"cache_implementation": "static", "disable_compile": True}
+        found["static tokens"] = model.generate(ids, max_new_tokens=STATIC_TOKENS, **greedy)
     return found
 
 

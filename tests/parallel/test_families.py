@@ -12,8 +12,10 @@ from tests.parallel.support import needs_local_params
 
 pytestmark = needs_local_params
 
-MORE_RANKS_THAN_KV_HEADS = [n for n in ("gpt_oss", "granite_swa", "flint", "mimo_v2_flash") if n in INSTALLED]
 REPLICATED = ("deepseek_v4", "inkling2", "inkling2_loop")
+"""Their attention has no linear for each of query, key, value and output alone: every rank holds it whole."""
+WITHOUT_KEY_HEADS = ("hy_v4", "hy_v4_vl")
+"""Latent attention: the config counts as many key heads as query heads."""
 
 
 @pytest.fixture(scope="module")
@@ -37,8 +39,7 @@ def two(saved):
 
 @pytest.fixture(scope="module")
 def four(saved):
-    folders = {name: saved[0][name] for name in MORE_RANKS_THAN_KV_HEADS}
-    return run_ranks(4, measure_loaded, folders, timeout=300)
+    return run_ranks(4, measure_loaded, saved[0], timeout=300)
 
 
 def assert_equal(found, expected):
@@ -51,32 +52,39 @@ def assert_equal(found, expected):
             assert difference <= 1e-4, (key, difference)
 
 
-@pytest.mark.parametrize("name", INSTALLED)
-def test_two_ranks_equal_one_process(saved, two, name):
-    _, expected, sinks = saved
-    for rank in two:
+def assert_same_on_all(ranks, name, expected, sinks):
+    """Every rank computes what one process does, and holds its part of the split weights and no more."""
+    for rank in ranks:
         assert_equal(rank[name]["outputs"], expected[name])
-        assert rank[name]["shards"].share <= 1 / 2 + 0.05
-        assert rank[name]["shards"].split > 0
-    for place, whole in enumerate(sinks[name]):
-        parts = [rank[name]["sinks"][place] for rank in two]
+        shards = rank[name]["shards"]
+        assert shards.ranks == len(ranks)
+        assert shards.split > 0
+        assert shards.share <= 1 / len(ranks) + 0.05
+    held = [rank[name]["sinks"] for rank in ranks]
+    assert all(len(parts) == len(sinks[name]) for parts in held)
+    for whole, *parts in zip(sinks[name], *held, strict=True):
         assert torch.equal(whole, parts[0] if name in REPLICATED else torch.cat(parts))
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", MORE_RANKS_THAN_KV_HEADS)
-def test_four_ranks_share_two_key_value_heads(saved, four, name):
+@pytest.mark.parametrize("name", INSTALLED)
+def test_two_ranks_equal_one_process(saved, two, name):
     _, expected, sinks = saved
-    assert FAMILIES[name].make_config().num_key_value_heads == 2
-    for rank in four:
-        assert_equal(rank[name]["outputs"], expected[name])
-        assert rank[name]["shards"].share <= 1 / 4 + 0.05
-    for place, whole in enumerate(sinks[name]):
-        assert torch.equal(whole, torch.cat([rank[name]["sinks"][place] for rank in four]))
+    assert_same_on_all(two, name, expected, sinks)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", INSTALLED)
+def test_four_ranks_equal_one_process(saved, four, name):
+    """More ranks than key-value heads, except where the attention is not split by them."""
+    _, expected, sinks = saved
+    config = FAMILIES[name].make_config().get_text_config()
+    assert name in (*REPLICATED, *WITHOUT_KEY_HEADS) or config.num_key_value_heads == 2
+    assert_same_on_all(four, name, expected, sinks)
 
 
 def test_one_rank_is_the_plain_load(saved):
     folders, expected, _ = saved
-    (rank,) = run_ranks(1, measure_loaded, {"gpt_oss": folders["gpt_oss"]})
-    assert_equal(rank["gpt_oss"]["outputs"], expected["gpt_oss"])
-    assert rank["gpt_oss"]["shards"].split == 0
+    (rank,) = run_ranks(1, measure_loaded, folders)
+    for name in folders:
+        assert_equal(rank[name]["outputs"], expected[name])
+        assert rank[name]["shards"].split == 0
