@@ -15,6 +15,9 @@ from typer.core import TyperGroup
 
 from ..errors import SinkholdError
 
+ARGUMENTS = "sinkhold.arguments"
+"""Where a context's meta keeps the words after `sinkhold`."""
+
 
 class ExitCode(enum.IntEnum):
     """What the exit status means."""
@@ -63,6 +66,11 @@ def quiet_transformers() -> None:
 
 class Commands(TyperGroup):
     """The group of commands; a SinkholdError becomes its text on stderr and exit code 3."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Keep the words of the command line, so that a command can be run again as several ranks."""
+        ctx.meta[ARGUMENTS] = tuple(args)
+        return super().parse_args(ctx, args)
 
     def invoke(self, ctx: Any) -> Any:
         """Run the command that was asked for."""

@@ -11,10 +11,12 @@ from transformers import AutoTokenizer, PreTrainedModel, TextStreamer
 
 from ..backends import registry
 from .console import working
-from .load import BackendOption, DtypeOption, PathArgument, TrustOption, check_path, load_model
+from .load import BackendOption, DtypeOption, PathArgument, TrustOption, check_divides, check_path, load_model
+from .ranks import TpOption, is_first, needs_ranks, run_as_ranks
 
 
 def generate(
+    context: typer.Context,
     path: PathArgument,
     prompt: Annotated[str | None, typer.Option("--prompt", help="The text to continue.")] = None,
     prompt_ids: Annotated[
@@ -25,6 +27,7 @@ def generate(
     backend: BackendOption = registry.AUTO,
     dtype: DtypeOption = "auto",
     trust_remote_code: TrustOption = False,
+    tp: TpOption = 1,
 ) -> None:
     """Continue a prompt, greedily. Text is streamed to a terminal; token ids are printed as 1,2,3."""
     if (prompt is None) == (prompt_ids is None):
@@ -32,17 +35,22 @@ def generate(
     check_path(path)
     ids = _parse(prompt_ids) if prompt_ids is not None else []
     tokenizer = _tokenizer(path, trust_remote_code) if prompt is not None else None
+    if needs_ranks(tp):
+        check_divides(path, tp, trust_remote_code)
+        run_as_ranks(tp, context)
     with working("loading"):
-        model = load_model(path, backend, dtype, trust_remote_code)
+        model = load_model(path, backend, dtype, trust_remote_code, tp)
     if not model.can_generate():
         raise typer.BadParameter(f"{type(model).__name__} does not generate", param_hint="PATH")
     given = tokenizer(prompt, return_tensors="pt") if tokenizer is not None else _inputs(ids, model)
-    typer.echo(_continue(model, tokenizer, given, max_new_tokens), nl=False)
+    text = _continue(model, tokenizer, given, max_new_tokens)
+    if is_first():
+        typer.echo(text, nl=False)
 
 
 def _continue(model: PreTrainedModel, tokenizer: Any, given: Any, max_new_tokens: int) -> str:
     """The continuation with its newline; empty when it was streamed already."""
-    streams = tokenizer is not None and sys.stdout.isatty()
+    streams = tokenizer is not None and sys.stdout.isatty() and is_first()
     streamer = TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True) if streams else None
     given = {name: tensor.to(model.device) for name, tensor in given.items()}
     made = model.generate(**given, max_new_tokens=max_new_tokens, do_sample=False, streamer=streamer)

@@ -13,6 +13,7 @@ from transformers import PreTrainedModel
 from ..auto import from_pretrained
 from ..backends import registry
 from ..errors import CheckpointError
+from ..parallel import derive_plan
 
 PathArgument = Annotated[str, typer.Argument(metavar="PATH", help="A checkpoint's folder, or a model's name on a hub.")]
 BackendOption = Annotated[str, typer.Option("--backend", help="The backend that must run every layer, or 'auto'.")]
@@ -56,17 +57,28 @@ def read_config(path: str, trust_remote_code: bool) -> Any:
         ) from error
 
 
-def load_model(path: str, backend: str, dtype: str, trust_remote_code: bool) -> PreTrainedModel:
-    """The adapted model, on the GPUs when there are any."""
+def load_model(path: str, backend: str, dtype: str, trust_remote_code: bool, tp: int = 1) -> PreTrainedModel:
+    """The adapted model, on the GPUs when there are any; with `tp` ranks this rank's part of it on its own device."""
     check_backend(backend)
     if dtype != "auto" and not isinstance(getattr(torch, dtype, None), torch.dtype):
         raise typer.BadParameter(f"{dtype!r} is not a dtype", param_hint="--dtype")
     config = read_config(path, trust_remote_code)
     keywords: dict[str, Any] = {"device_map": "auto"} if torch.cuda.is_available() else {}
+    if tp > 1:
+        keywords = {"tp_plan": "auto"}
     model = from_pretrained(
         path, config=config, backend=backend, dtype=dtype, trust_remote_code=trust_remote_code, **keywords
     )
     return cast(PreTrainedModel, model).eval()
+
+
+def check_divides(path: str, ranks: int, trust_remote_code: bool) -> None:
+    """Raise what every rank would raise for a model that `ranks` ranks cannot share, before any of them is started.
+
+    Raises:
+        ParallelError: heads, sinks or experts do not divide; it names the sizes that would work.
+    """
+    derive_plan(build_on_meta(path, trust_remote_code), ranks)
 
 
 def build_on_meta(path: str, trust_remote_code: bool) -> PreTrainedModel:
