@@ -20,6 +20,7 @@ from .backends import registry
 from .checkpoint import check_sink_values
 from .errors import AdaptError, SinkholdError
 from .interface import IMPLEMENTATION, register
+from .pipeline import count_own_layers, stage_of
 from .recording import record
 from .report import Report, expected_needs, report_of
 
@@ -38,6 +39,7 @@ class Adaptation:
     implementations: list[tuple[PreTrainedConfig, Any]] = field(default_factory=list)
     recording: str = ""
     depth: int = 1
+    release: Callable[[], None] | None = None
 
 
 def find_layers(model: nn.Module) -> dict[str, LayerFinding]:
@@ -121,6 +123,9 @@ def _adapt(model: nn.Module, backend: str, recording: bool | None, undo: list[Ca
         state.implementations.append((config, previous))
         _set_implementation(config, IMPLEMENTATION)
     _close_detours(model, undo)
+    if stage_of(model) is not None:
+        state.release = count_own_layers(model)
+        undo.append(state.release)
     model.__dict__[_STATE] = state
     undo.append(partial(_forget, model.__dict__, _STATE))
     state.recording = record(model, layers, recording)
@@ -210,6 +215,8 @@ def restore(model: Model) -> Model:
             return model
         for config, previous in state.implementations:
             _set_implementation(config, previous)
+        if state.release is not None:
+            state.release()
         for module in list(model.modules()):
             for name in NAMES:
                 if isinstance(module._modules.get(name), Attention):

@@ -9,6 +9,7 @@ from fusers.base import LayerFinding
 
 from .attention import registered_attention
 from .errors import SinkholdError
+from .pipeline import stage_of
 
 NOT_NEEDED = "no layer to record"
 
@@ -40,6 +41,8 @@ def _obstacle(model: nn.Module) -> str | None:
         return "the model's main input is not input_ids"
     if getattr(getattr(model, "config", None), "is_encoder_decoder", False):
         return "encoder-decoder model"
+    if stage_of(model) is not None:
+        return "one stage of a pipeline"  # a forward waits for the other stages, which may have been refused
     parameters = list(model.parameters())
     if not parameters:
         return "the model has no parameters"

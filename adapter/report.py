@@ -16,6 +16,7 @@ from fusers.base import SinkKind, Status, Value
 from .attention import Attention
 from .backends import registry
 from .backends.capability import Feature, Needs
+from .shards import Shards, SinkShard, is_fsdp, shards_of, sink_shard
 
 
 @dataclass(frozen=True)
@@ -34,6 +35,8 @@ class LayerReport:
     sink_shape: tuple[int, ...] | None
     sink_dtype: str | None
     sink_device: str | None
+    sink_shard: SinkShard | None
+    """which of its sinks this rank holds; None where the model is not spread over ranks"""
     window_expression: str | None
     window: Any
     softcap: Any
@@ -53,6 +56,8 @@ class Report:
     backend: str
     recording: str
     layers: tuple[LayerReport, ...]
+    shards: Shards | None = None
+    """what this rank holds; None where the model is not spread over ranks"""
 
     @property
     def sink_layers(self) -> tuple[LayerReport, ...]:
@@ -60,8 +65,15 @@ class Report:
         return tuple(layer for layer in self.layers if layer.sink_kind != SinkKind.NONE.value)
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain types only."""
-        return asdict(self)
+        """Plain types only; what a rank holds is there where the model is spread over ranks."""
+        found = asdict(self)
+        if self.shards is not None:
+            found["shards"]["share"] = self.shards.share
+            return found
+        del found["shards"]
+        for layer in found["layers"]:
+            del layer["sink_shard"]
+        return found
 
     def to_json(self) -> str:
         """The report as JSON text."""
@@ -73,6 +85,8 @@ class Report:
         counts = f"{len(self.layers)} attention layers, {len(self.sink_layers)} with a sink"
         head = f"{self.model}: {counts}, backend={self.backend!r}"
         lines = [head, f"  checked: {self.recording}"]
+        if self.shards is not None:
+            lines.append(f"  sharded: {self.shards}")
         for paths, layer in _grouped(self.layers):
             lines += [f"  {paths}", *(f"      {line}" for line in _describe(layer))]
         return "\n".join(lines)
@@ -84,12 +98,7 @@ def _describe(layer: LayerReport) -> list[str]:
     if layer.sink_kind == SinkKind.NONE.value:
         lines.append("sink     none")
     else:
-        tensor = (
-            f"{list(layer.sink_shape or ())} {layer.sink_dtype} on {layer.sink_device}"
-            if layer.sink_shape
-            else "computed for each token"
-        )
-        lines.append(f"sink     {layer.sink_expression} -> {layer.sink_kind}, {tensor}")
+        lines.append(f"sink     {layer.sink_expression} -> {layer.sink_kind}, {_sink(layer)}")
     if layer.window_expression:
         lines.append(f"window   {layer.window_expression} -> {layer.window}")
     if layer.softcap is not None:
@@ -98,6 +107,14 @@ def _describe(layer: LayerReport) -> list[str]:
     chosen = ", ".join(f"{phase}: {name}" for phase, name in layer.backends.items()) or "chosen at the first call"
     lines.append(f"backend  {verb} {chosen}" if layer.backends else f"backend  {chosen}")
     return lines + _refused(layer.refusals)
+
+
+def _sink(layer: LayerReport) -> str:
+    if not layer.sink_shape:
+        return "computed for each token"
+    shard = layer.sink_shard
+    shape = f"{list(layer.sink_shape)}" + (f" of [{shard.heads}]" if shard and shard.heads > shard.held else "")
+    return f"{shape} {layer.sink_dtype} on {layer.sink_device}" + (f", {shard}" if shard else "")
 
 
 def _refused(refusals: dict[str, list[str]]) -> list[str]:
@@ -145,17 +162,26 @@ def _shown(value: Value | None) -> Any:
 
 def report_of(model: nn.Module, backend: str, recording: str) -> Report:
     """The report of an adapted model."""
-    layers = tuple(_layer(attn) for attn in model.modules() if isinstance(attn, Attention))
-    return Report(f"{type(model).__module__}.{type(model).__qualname__}", backend, recording, layers)
+    shards, fsdp = shards_of(model), is_fsdp(model)
+    spread = shards if shards.split else None
+    attached = [module for module in model.modules() if isinstance(module, Attention)]
+    layers = tuple(_layer(attn, _shard(attn, fsdp) if spread else None) for attn in attached)
+    return Report(f"{type(model).__module__}.{type(model).__qualname__}", backend, recording, layers, spread)
 
 
-def _layer(attn: Attention) -> LayerReport:
+def _shard(attn: Attention, fsdp: bool) -> SinkShard | None:
+    if attn.sink_kind is not SinkKind.PER_HEAD or attn._get_sink is None or attn.sinks is None:
+        return None
+    return sink_shard(attn._get_sink(attn.owner), fsdp=fsdp)
+
+
+def _layer(attn: Attention, shard: SinkShard | None) -> LayerReport:
     finding, sink, sinks = attn.finding, attn.finding.sink, attn.sinks
     attention, arguments = finding.attention, attn.finding.arguments
     window, softcap = arguments.get("sliding_window"), arguments.get("softcap")
     chosen = dict(attn.chosen)
     backends = {_phase(needs): name for needs, name in chosen.items()}
-    expected = [] if chosen else expected_needs(attn)
+    expected = [] if chosen else expected_needs(attn, shard.used if shard else None)
     refusals: dict[str, list[str]] = {}
     for needs in chosen or expected:
         reasons = registry.explain(needs)
@@ -172,7 +198,7 @@ def _layer(attn: Attention) -> LayerReport:
         sink_kind=sink.kind.value, sink_expression=sink.expression, sink_source=sink.source,
         sink_shape=tuple(sinks.shape) if sinks is not None else None,
         sink_dtype=str(sinks.dtype).removeprefix("torch.") if sinks is not None else None,
-        sink_device=str(sinks.device) if sinks is not None else None,
+        sink_device=str(sinks.device) if sinks is not None else None, sink_shard=shard,
         window_expression=window.expression if window else None, window=_shown(window), softcap=_shown(softcap),
         backends=backends, refusals={n: r for n, r in refusals.items() if r}, measured=bool(chosen),
     )  # fmt: skip
@@ -191,13 +217,18 @@ def _integer(module: nn.Module, *names: str) -> int | None:
     return None
 
 
-def expected_needs(attn: Attention) -> list[Needs]:
-    """What prefill and decode of a layer will need, read off its module before it ran; empty where it cannot tell."""
+def expected_needs(attn: Attention, heads: int | None = None) -> list[Needs]:
+    """What prefill and decode of a layer will need, read off its module before it ran; empty where it cannot tell.
+
+    Args:
+        heads: query heads of this rank's forward; None counts the sinks.
+    """
     module, sinks = attn.owner, attn.sinks
-    heads = sinks.numel() if sinks is not None else _integer(module, "num_heads", "num_attention_heads")
+    if heads is None:
+        heads = sinks.numel() if sinks is not None else _integer(module, "num_heads", "num_attention_heads")
     head_dim = _integer(module, "qk_head_dim", "head_dim")
     parameter = next((p for p in module.parameters() if p.is_floating_point()), None)
-    if heads is None or head_dim is None or parameter is None:
+    if not heads or head_dim is None or parameter is None:
         return []
     kv_heads = heads // (_integer(module, "num_key_value_groups") or 1)
     features = Feature.CAUSAL

@@ -30,7 +30,7 @@ RANKS = {
     "fusers": 0, "adapter.errors": 1, "adapter._identity": 0, "adapter.backends.call": 1,
     "adapter.backends.capability": 1, "adapter.kernels": 2, "adapter.backends": 3, "adapter.attention": 4,
     "adapter.translate": 4, "adapter.guard": 4, "adapter.masks": 4, "adapter.mask_functions": 4, "adapter.interface": 4,
-    "adapter.checkpoint": 4,
+    "adapter.checkpoint": 4, "adapter.shards": 4, "adapter.pipeline": 4,
     "adapter.report": 5, "adapter.recording": 5, "adapter.adapt": 6, "adapter.auto": 7, "adapter.verify": 7,
     "adapter.cli": 9,
 }  # fmt: skip

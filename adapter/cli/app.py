@@ -15,6 +15,7 @@ from .generate import generate
 from .inspect import inspect
 from .scan import scan
 from .selftest import selftest
+from .tune import tune
 from .verify import verify
 
 app = typer.Typer(
@@ -45,5 +46,5 @@ def options(
     quiet_transformers()
 
 
-for _command in (demo, selftest, inspect, verify, generate, scan, env):
+for _command in (demo, selftest, inspect, verify, generate, tune, scan, env):
     app.command()(_command)

@@ -18,12 +18,13 @@ from torch import Tensor
 
 from .backward_kv import key_value_gradients
 from .backward_q import query_gradient
+from .choice import tile_on
 from .extents import key_extents, query_extents
 from .launching import launch
 from .masking import Masking, bytes_of, origin_stride, sink_strides
 from .shapes import ceil_div, halves, on_device_of, rows_ready
 from .tiles import LOG2E, LOWEST, load_rows, sink_logits
-from .tuning import Tile, capability_of, tile_for
+from .tuning import Tile
 
 _LOG2E = math.log2(math.e)
 _CACHED_KEYS = 24 << 20
@@ -145,13 +146,6 @@ def gradients(
     return dq, dk, dv, d_sinks
 
 
-def _tuned(kernel: str, query: Tensor, key: Tensor, value: Tensor, masking: Masking) -> Tile:
-    width = max(query.shape[3], value.shape[3])
-    rows = query.shape[2] * query.shape[1] // key.shape[1]
-    capability = capability_of(query.device)
-    return tile_for(kernel, capability, width, query.element_size(), masking.is_windowed, rows)
-
-
 def _run_keys(
     query: Tensor,
     key: Tensor,
@@ -168,7 +162,7 @@ def _run_keys(
 ) -> None:
     batch, num_heads, q_length, width = query.shape
     kv_heads, kv_length, v_width = key.shape[1], key.shape[2], value.shape[3]
-    tile = tile or _tuned("backward_kv", query, key, value, masking)
+    tile = tile or tile_on("backward_kv", query, value, kv_heads, kv_length, masking.is_windowed)
     blocks = ceil_div(kv_length, tile.columns)
     extents = key_extents(masking, q_length, kv_length, tile.columns)
     group = num_heads // kv_heads
@@ -207,7 +201,7 @@ def _run_queries(
     batch, num_heads, q_length, width = query.shape
     kv_heads, kv_length, v_width = key.shape[1], key.shape[2], value.shape[3]
     group = num_heads // kv_heads
-    tile = tile or _tuned("backward_q", query, key, value, masking)
+    tile = tile or tile_on("backward_q", query, value, kv_heads, kv_length, masking.is_windowed)
     heads, rows_per_token = (kv_heads, group) if tile.packed else (num_heads, 1)
     blocks = ceil_div(q_length * rows_per_token, tile.rows)
     extents = query_extents(masking, q_length, kv_length, tile.rows, rows_per_token)

@@ -16,12 +16,13 @@ import triton.language as tl
 from torch import Tensor
 
 from . import counters
+from .choice import tile_on
 from .launching import launch
 from .masking import Masking, bytes_of, origin_stride, sink_strides, strides_of
 from .shapes import ceil_div, ceil_power_of_two, halves, on_device_of, rows_ready
 from .softmax import attend_tiles
 from .tiles import LOG2E, LOWEST, UNLIMITED, device_origin, interval, load_rows, sink_logits, store_tile
-from .tuning import Tile, capability_of, tile_for
+from .tuning import Tile
 
 
 @triton.jit
@@ -258,9 +259,7 @@ def attend(
     if not out.numel():
         return out, lse
     widest = max(width, v_width)
-    tile = tile or tile_for(
-        "decode", capability_of(device), widest, query.element_size(), masking.is_windowed, q_length * group
-    )
+    tile = tile or tile_on("decode", query, value, kv_heads, kv_length, masking.is_windowed)
     block_m = _block_rows(q_length * group, widest, tile.rows)
     blocks = ceil_div(q_length * group, block_m)
     units = batch * kv_heads * blocks

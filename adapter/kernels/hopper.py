@@ -14,6 +14,10 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
 _LOG2E = gl.constexpr(1.4426950408889634)
 _LOWEST = gl.constexpr(-1.0e30)
+# The same functions have other names from one Triton to the next.
+_barrier = gl.thread_barrier if hasattr(gl, "thread_barrier") else gl.barrier
+_load = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared
+_REINTERPRETS = gl.constexpr(hasattr(gl.shared_memory_descriptor, "reinterpret"))
 
 
 @gluon.jit
@@ -26,14 +30,18 @@ def _fetch_pair(
     # Beyond the last tile the keys are asked for outside the tensor, which is zeros and no traffic.
     start = low + pair * BLOCK_N
     following = gl.where(pair + 1 < tiles, start + BLOCK_N, 1 << 30)
-    tma.async_copy_global_to_shared(v_descriptor, [batch, head, start, 0], ready, v_buffer, pred=wanted)
-    tma.async_copy_global_to_shared(k_descriptor, [batch, head, following, 0], ready, k_buffer, pred=wanted)
+    _load(v_descriptor, [batch, head, start, 0], ready, v_buffer, pred=wanted)
+    _load(k_descriptor, [batch, head, following, 0], ready, k_buffer, pred=wanted)
 
 
 @gluon.jit
 def _flat(buffer, ROWS: gl.constexpr, WIDTH: gl.constexpr, DTYPE: gl.constexpr):
     layout: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
-    return buffer._reinterpret(DTYPE, [ROWS, WIDTH], layout)
+    if _REINTERPRETS:
+        flat = buffer.reinterpret(DTYPE, [ROWS, WIDTH], layout)
+    else:
+        flat = buffer._reinterpret(DTYPE, [ROWS, WIDTH], layout)
+    return flat
 
 
 @gluon.jit
@@ -100,7 +108,7 @@ def forward(
     mbarrier.init(q_ready.index(0), count=1)
     for i in gl.static_range(STAGES):
         mbarrier.init(ready.index(i), count=1)
-    gl.thread_barrier()
+    _barrier()
 
     if ORIGIN is not None:
         q_origin += gl.load(ORIGIN + batch * stride_origin).to(gl.int32)
@@ -117,10 +125,10 @@ def forward(
     tiles = gl.maximum((high - low + BLOCK_N - 1) // BLOCK_N, 1)
     mbarrier.expect(q_ready.index(0), q_descriptor.block_type.nbytes + k_descriptor.block_type.nbytes)
     if PACKED:
-        tma.async_copy_global_to_shared(q_descriptor, [batch, lane, first_token, 0, 0], q_ready.index(0), q_shared)
+        _load(q_descriptor, [batch, lane, first_token, 0, 0], q_ready.index(0), q_shared)
     else:
-        tma.async_copy_global_to_shared(q_descriptor, [batch, lane, 0, first, 0], q_ready.index(0), q_shared)
-    tma.async_copy_global_to_shared(k_descriptor, [batch, kv_head, low, 0], q_ready.index(0), first_shared)
+        _load(q_descriptor, [batch, lane, 0, first, 0], q_ready.index(0), q_shared)
+    _load(k_descriptor, [batch, kv_head, low, 0], q_ready.index(0), first_shared)
     for i in gl.static_range(STAGES):
         _fetch_pair(
             k_descriptor, v_descriptor, batch, kv_head, low, i, tiles, ready.index(i), k_shared.index(i),
@@ -168,7 +176,7 @@ def forward(
         )  # fmt: skip
         summed = sm90.warpgroup_mma_wait(0, deps=[adding])
         # Every warp is done with this stage before it takes a tile to come. Under a branch this costs 10 % of the loop.
-        gl.thread_barrier()
+        _barrier()
         _fetch_pair(
             k_descriptor, v_descriptor, batch, kv_head, low, tile + STAGES, tiles,
             ready.index(stage), k_shared.index(stage), v_shared.index(stage), BLOCK_N,

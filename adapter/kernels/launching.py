@@ -9,6 +9,7 @@ from typing import Any
 
 from torch import Tensor
 
+from .compiling import compiling
 from .tuning import Tile
 
 _compiled: dict[tuple[Any, ...], Any] = {}
@@ -54,6 +55,7 @@ def launch(
         options = {"num_warps": tile.warps, "num_stages": tile.stages, "maxnreg": tile.registers}
         if "num_warps" in kernel.arg_names:
             constants, options = constants[:-1], {k: v for k, v in options.items() if k != "num_stages"}
-        _compiled[key] = kernel[grid](*pointers, *strides, *numbers, *constants, **options)
+        with compiling(kernel, constants, first.device):
+            _compiled[key] = kernel[grid](*pointers, *strides, *numbers, *constants, **options)
         return
     found[grid](*pointers, *strides, *numbers, *constants)

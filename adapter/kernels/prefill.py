@@ -17,13 +17,14 @@ import triton.language as tl
 from torch import Tensor
 
 from . import hopper_launch
+from .choice import tile_on
 from .extents import query_extents
 from .launching import launch
 from .masking import Masking, bytes_of, origin_stride, sink_strides, strides_of
 from .shapes import ceil_div, halves, on_device_of, rows_ready
 from .softmax import attend_tiles
 from .tiles import LOG2E, LOWEST, device_origin, interval, load_rows, sink_logits, store_tile
-from .tuning import Tile, capability_of, tile_for
+from .tuning import Tile
 
 _VARYING = [
     "q_length",
@@ -200,9 +201,7 @@ def attend(
     if not out.numel():
         return out, lse
     if tile is None:
-        capability = capability_of(query.device)
-        rows = q_length * group
-        tile = tile_for("prefill", capability, max(width, v_width), query.element_size(), masking.is_windowed, rows)
+        tile = tile_on("prefill", query, value, kv_heads, kv_length, masking.is_windowed)
     if hopper_launch.accepts(query, key, value, softcap, masking, tile):
         with on_device_of(query):
             hopper_launch.launch(query, key, value, sinks, out, lse, scale, masking, tile)

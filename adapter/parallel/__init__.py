@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+from ..shards import Shards, shards_of
 from .agreement import Agreement, start_ranks
 from .context import ContextParallel, context_parallel
 from .loading import ParallelLoad, parallel_load
 from .plan import Plan, derive_plan
-from .shards import Shards, shards_of
 
 __all__ = [
     "Agreement",
