@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import operator
 import threading
 import weakref
@@ -16,7 +17,7 @@ from fusers.base import LayerFinding, SinkKind, Status
 
 from .backends import registry
 from .backends.call import Attended, AttentionCall
-from .backends.capability import Needs
+from .backends.capability import Needs, key_of
 from .errors import CallError, SinkError
 from .guard import check_call, check_heads, check_sinks, registered_values, where
 from .translate import build_call
@@ -28,6 +29,9 @@ FUSER = AttentionFuser()
 """One for all: it keeps what it read of each class."""
 
 _ATTACHING = threading.Lock()
+_NUMBERS = itertools.count()
+_LIVE: weakref.WeakValueDictionary[int, Attention] = weakref.WeakValueDictionary()
+"""By number, which a traced graph can hold as a constant."""
 
 
 class Context(Protocol):
@@ -80,6 +84,8 @@ class Attention(nn.Module):
         self._get_sink = operator.attrgetter(source) if source else None
         self.registered = registered_values(self)
         self._selected: dict[Needs, registry.Backend] = {}
+        self._number = next(_NUMBERS)
+        _LIVE[self._number] = self
 
     def __getstate__(self) -> dict[str, Any]:
         # A weak reference survives neither pickle nor deepcopy; the owner itself does, and copies along.
@@ -148,6 +154,8 @@ class Attention(nn.Module):
 
     def run(self, call: AttentionCall) -> Attended:
         """The call on the backend that was chosen for its needs."""
+        if torch.compiler.is_compiling():
+            return registry.get(_name_in_graph(self._number, *key_of(call))).attend(call)
         needs = Needs.of(call)
         backend = self._selected.get(needs)
         if backend is None:
@@ -192,6 +200,15 @@ class Attention(nn.Module):
                 f"{self.finding.sink.source}",
                 where=where(module, self),
             )
+
+
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def _name_in_graph(number: int, *key: Any) -> str:
+    """The backend that a layer's call runs on, chosen while the graph is traced."""
+    attn, needs = _LIVE[number], Needs.from_key(*key)
+    backend = registry.select(attn.backend, needs, traced=True)
+    attn.chosen[needs] = backend.name
+    return backend.name
 
 
 def registered_attention(module: nn.Module) -> Attention | None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import enum
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -74,19 +75,31 @@ class Needs:
     @classmethod
     def of(cls, call: AttentionCall) -> Needs:
         """Read the needs off a call; equal calls get the same object."""
-        query, key = call.query, call.key
-        features = _features(call)
-        shapes = (query.shape[1], key.shape[1], query.shape[3], call.value.shape[3], query.shape[2] == 1)
-        seen = (query.device, query.dtype, *shapes, features)
-        needs = _known.get(seen)
+        return cls.from_key(*key_of(call))
+
+    @classmethod
+    def from_key(
+        cls,
+        device: torch.device,
+        dtype: torch.dtype,
+        num_heads: int,
+        num_kv_heads: int,
+        qk_head_dim: int,
+        v_head_dim: int,
+        decode: bool,
+        features: int,
+    ) -> Needs:
+        """What `key_of` read off a call; equal keys give the same object."""
+        sizes = (num_heads, num_kv_heads, qk_head_dim, v_head_dim, decode)
+        key = (device, dtype, *sizes, features)
+        needs = _known.get(key)
         if needs is None:
-            device = query.device.type
-            capability = torch.cuda.get_device_capability(query.device) if device == "cuda" else None
-            needs = _known[seen] = cls(device, capability, query.dtype, *shapes, Feature(features))
+            capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else None
+            needs = _known[key] = cls(device.type, capability, dtype, *sizes, Feature(features))
         return needs
 
     def __post_init__(self) -> None:
-        # Integers only: a hash of strings would not survive pickling. Kept here: a traced graph can take no lock.
+        # Integers only: a hash of strings would not survive pickling.
         parts = (self.num_heads, self.num_kv_heads, self.qk_head_dim, self.decode, self.features.value)
         object.__setattr__(self, "_hash", hash(parts))
 
@@ -96,6 +109,15 @@ class Needs:
 
 
 _known: dict[tuple[object, ...], Needs] = {}
+
+
+def key_of(call: AttentionCall) -> tuple[Any, ...]:
+    """What the needs of a call depend on, as plain values: the arguments of `Needs.from_key`."""
+    query, key = call.query, call.key
+    # A branch, so that a graph for any length knows whether it decodes.
+    decode = True if query.shape[2] == 1 else False  # noqa: SIM210
+    sizes = (query.shape[1], key.shape[1], query.shape[3], call.value.shape[3])
+    return query.device, query.dtype, *sizes, decode, _features(call)
 
 
 def _features(call: AttentionCall) -> int:

@@ -23,16 +23,19 @@ _lock = threading.RLock()
 _outcomes: dict[tuple[Backend, Needs], ProofError | None] = {}
 
 
-def prove(backend: Backend, needs: Needs) -> None:
+def prove(backend: Backend, needs: Needs, *, traced: bool = False) -> None:
     """Run small random cases of this kind with large sinks; the outcome is kept for the process.
 
     While torch.compile traces or a CUDA graph is captured nothing can run: then only an earlier failure is raised.
+
+    Args:
+        traced: the choice is made for a graph that torch.compile traces.
 
     Raises:
         ProofError: names the backend, the case, the tensor and its error.
     """
     key = (backend, needs)
-    if key not in _outcomes and not _recording(needs):
+    if key not in _outcomes and not traced and not _recording(needs):
         with _lock:
             if key not in _outcomes:
                 _outcomes[key] = _outcome(backend, needs)

@@ -115,8 +115,11 @@ def explain(needs: Needs) -> dict[str, list[str]]:
     return {name: refusals(name, needs) for name in names()}
 
 
-def select(name: str, needs: Needs) -> Backend:
+def select(name: str, needs: Needs, *, traced: bool = False) -> Backend:
     """The backend for `needs`: the named one or an error; for 'auto' the first that refuses nothing. Proven before use.
+
+    Args:
+        traced: the choice is made for a graph that torch.compile traces, where nothing can be proven.
 
     Raises:
         BackendError: the named one, or every one, refuses; each reason is listed.
@@ -126,8 +129,8 @@ def select(name: str, needs: Needs) -> Backend:
     if backend is None:
         backend = _choose(name, needs)
         if backend.name not in _TRUSTED:
-            proof.prove(backend, needs)
-        if not torch.compiler.is_compiling():
+            proof.prove(backend, needs, traced=traced)
+        if not traced and not torch.compiler.is_compiling():
             _selected[name, needs] = backend
     return backend
 

@@ -31,6 +31,13 @@ def _forget_graphs():
     torch._dynamo.reset()
 
 
+def trainable():
+    """A model whose experts' backward is traced by every torch; that of grouped_mm is not on the CPU."""
+    model = build("gpt_oss", num_hidden_layers=2)
+    model.set_experts_implementation("batched_mm")
+    return model
+
+
 def inputs_of(case, ids):
     mask, positions = torch.ones_like(ids), torch.arange(ids.shape[1]).expand(ids.shape).clone()
     mask[0, :9] = 0
@@ -78,7 +85,7 @@ def squares_in_graph(model, ids, **extra):
 
 @pytest.mark.parametrize("case", ["plain", "padded", "packed"])
 def test_no_square_tensor_in_the_graph_of_a_training_step(case):
-    model, ids = build("gpt_oss", num_hidden_layers=2), tokens(2, LENGTH)
+    model, ids = trainable(), tokens(2, LENGTH)
     extra = inputs_of(case, ids)
     adapter.adapt(model, "triton")
     assert squares_in_graph(model, ids, **extra) == 0
@@ -97,7 +104,7 @@ def test_packed_documents_stay_apart_in_a_graph():
 
 
 def test_gradients_of_a_graph_are_eagers():
-    model, ids = build("gpt_oss", num_hidden_layers=2), tokens(2, LENGTH)
+    model, ids = trainable(), tokens(2, LENGTH)
     mask = inputs_of("padded", ids)["attention_mask"]
 
     def gradients(run):
@@ -112,6 +119,27 @@ def test_gradients_of_a_graph_are_eagers():
     assert ours.keys() == expected.keys()
     for name, reference in expected.items():
         assert (ours[name] - reference).abs().max() <= 3e-4 * max(reference.abs().max().item(), 1e-2), name
+
+
+@pytest.mark.parametrize("name", ["gpt_oss", "granite_swa"])
+def test_one_graph_for_any_length(name):
+    model = build(name)
+    lengths = [tokens(2, length) for length in (7, 13, 29, 1)]
+    expected = [under_eager(model, lambda m, ids=ids: logits(m, input_ids=ids)) for ids in lengths]
+    graphs = []
+
+    def count(graph, examples):
+        graphs.append(graph)
+        return graph.forward
+
+    adapter.adapt(model)
+    torch._dynamo.reset()
+    run = torch.compile(model, fullgraph=True, dynamic=True, backend=count)
+    with torch.no_grad():
+        for ids, reference in zip(lengths, expected, strict=True):
+            assert relative(logits(run, input_ids=ids), reference) <= 1e-5, ids.shape
+    # One for the lengths of a prompt; a single token has a kernel of its own.
+    assert len(graphs) == 2
 
 
 def test_layers_compiled_by_themselves():
