@@ -34,6 +34,9 @@ class _Capability(Capability):
         if needs.device == "cpu" and not _INTERPRETED:
             hint = "device cpu (set TRITON_INTERPRET=1 before the import to run the kernels in the interpreter, slowly)"
             reasons = [hint if reason.startswith("device cpu") else reason for reason in reasons]
+        if needs.dtype is torch.bfloat16 and _INTERPRETED:
+            hint = "dtype bfloat16 (Triton's interpreter multiplies its bits; float16 and float32 are right there)"
+            reasons = [hint if reason == "dtype bfloat16" else reason for reason in reasons]
         if needs.features & Feature.BACKWARD and needs.features & _DENSE:
             reasons.append("no backward through a dense mask or a bias")
         return reasons
@@ -45,7 +48,7 @@ class Triton:
     name = "triton"
     capability = _Capability(
         devices=frozenset({"cpu"} if _INTERPRETED else {"cuda"}),
-        dtypes=frozenset({torch.float16, torch.bfloat16, torch.float32}),
+        dtypes=frozenset({torch.float16, torch.float32} | (set() if _INTERPRETED else {torch.bfloat16})),
         features=~Feature.NONE & ~_LACKING,
         min_compute_capability=(8, 0),
         head_dims=_head_dims,

@@ -201,6 +201,21 @@ def test_the_cpu_is_refused_with_a_hint() -> None:
     assert "set TRITON_INTERPRET=1" in found.stdout
 
 
+def test_the_interpreter_refuses_bfloat16() -> None:
+    program = (
+        "import torch\n"
+        "from adapter.backends.triton import BACKEND\n"
+        "from adapter.backends.capability import Feature, Needs\n"
+        "for dtype in (torch.bfloat16, torch.float16):\n"
+        "    print(BACKEND.capability.refusals(Needs('cpu', None, dtype, 4, 2, 16, 16, False, Feature.NONE)))\n"
+    )
+    environment = os.environ | {"TRITON_INTERPRET": "1"}
+    found = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, env=environment, check=True)
+    assert found.stdout.splitlines() == [
+        '["dtype bfloat16 (Triton\'s interpreter multiplies its bits; float16 and float32 are right there)"]', "[]",
+    ]  # fmt: skip
+
+
 def test_an_old_device_is_refused_by_name() -> None:
     from adapter.errors import BackendError
     from adapter.kernels.tuning import tile_for
