@@ -105,9 +105,19 @@ def _same_storage(a: Tensor, b: Tensor) -> bool:
 
 
 def check_heads(module: nn.Module, attn: Attention, query: Tensor, s_aux: Tensor | None) -> None:
-    """Raise SinkError when the sink's heads are not the query's heads (a shard of one and not of the other)."""
+    """Raise SinkError when the sink's heads are not the query's heads (a shard of one and not of the other).
+
+    Likewise for a sink without values: torch answers an operator that gets one meta tensor with unwritten memory.
+    """
     if s_aux is None:
         return
+    if s_aux.is_meta and not query.is_meta:
+        raise SinkError(
+            f"the sink of this call is on the meta device, the query on {query.device}",
+            where=where(module, attn),
+            why="its values were never loaded, or the hook that brings them is gone",
+            fix="load the sinks with adapter's or transformers' from_pretrained, and keep accelerate's hooks",
+        )
     heads = s_aux.numel() if s_aux.dim() != 4 else s_aux.shape[1]
     if heads != query.shape[1]:
         raise SinkError(

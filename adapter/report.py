@@ -217,6 +217,17 @@ def _integer(module: nn.Module, *names: str) -> int | None:
     return None
 
 
+def _execution_device(module: nn.Module, parameter: nn.Parameter) -> torch.device:
+    """Where a parameter of `module` is in a forward: an offloaded one where accelerate's hook brings it."""
+    if not parameter.is_meta:
+        return parameter.device
+    owner = next(m for m in module.modules() if any(p is parameter for p in m._parameters.values()))
+    hook = getattr(owner, "_hf_hook", None)
+    hooks = getattr(hook, "hooks", (hook,))  # accelerate's SequentialHook has several
+    devices = (getattr(h, "execution_device", None) for h in hooks)
+    return torch.device(next((d for d in devices if d is not None), "cpu"))
+
+
 def expected_needs(attn: Attention, heads: int | None = None) -> list[Needs]:
     """What prefill and decode of a layer will need, read off its module before it ran; empty where it cannot tell.
 
@@ -240,12 +251,12 @@ def expected_needs(attn: Attention, heads: int | None = None) -> list[Needs]:
         features |= Feature.SOFTCAP
     if "position_bias" in attn.finding.arguments:
         features |= Feature.BIAS
-    device = parameter.device.type
-    capability = torch.cuda.get_device_capability(parameter.device) if device == "cuda" else None
+    device = _execution_device(module, parameter)
+    capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else None
     v_head_dim = _integer(module, "v_head_dim") or head_dim
     return [
         Needs(
-            device if device != "meta" else "cpu",
+            device.type,
             capability,
             parameter.dtype,
             heads,
