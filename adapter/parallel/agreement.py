@@ -72,7 +72,16 @@ class Agreement:
             return  # an interrupt: the launcher stops the others
         said: list[Any] = [None] * dist.get_world_size()
         own = f"{type(error).__name__}: {error}" if error is not None else None
-        dist.all_gather_object(said, own)
+        try:
+            dist.all_gather_object(said, own)
+        except RuntimeError as broken:
+            if error is not None:
+                return  # it says more than the silence of another rank
+            raise ParallelError(
+                f"another rank ended while it loaded, or did not answer in time: {broken}".splitlines()[0],
+                why="a model that only some ranks hold would hang at its first collective",
+                fix=f"see what the other ranks print; {TIMEOUT_VARIABLE} sets how long a rank waits for them",
+            ) from broken
         failed = [(rank, text) for rank, text in enumerate(said) if text is not None]
         if failed and error is None:
             rank, text = failed[0]

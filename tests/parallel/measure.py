@@ -13,7 +13,7 @@ import adapter
 from adapter.parallel import shards_of
 from tests.families import FAMILIES, tokens
 
-NEW_TOKENS, STATIC_TOKENS = 32, 16
+NEW_TOKENS = 32
 
 
 def inputs() -> tuple[Tensor, Tensor]:
@@ -25,7 +25,7 @@ def inputs() -> tuple[Tensor, Tensor]:
 
 @torch.no_grad()
 def measured(model: Any, name: str) -> dict[str, Tensor]:
-    """Logits of prefill, padded prefill and decode, and greedy tokens with both kinds of cache."""
+    """Logits of prefill, padded prefill and decode, and what `generated` gives after padding with either cache."""
     family = FAMILIES[name]
     ids, mask = inputs()
     padded = model(input_ids=ids, attention_mask=mask).logits[mask.bool()]  # rows of padding itself mean nothing
@@ -36,14 +36,19 @@ def measured(model: Any, name: str) -> dict[str, Tensor]:
     cache = model(input_ids=prompt, use_cache=True).past_key_values
     steps = [model(input_ids=rest[:, i : i + 1], past_key_values=cache).logits for i in range(rest.shape[1])]
     found["decode"] = torch.cat(steps, dim=1)
-    greedy = {"do_sample": False, "eos_token_id": -1, "attention_mask": mask}
-    found["tokens"] = model.generate(ids, max_new_tokens=NEW_TOKENS, **greedy)
+    found |= generated(model, ids, mask)
     if family.static_cache:
         static = StaticCache(config=model.config.get_text_config(decoder=True), max_cache_len=48)
         found["static"] = model(input_ids=ids, past_key_values=static, use_cache=True).logits
-        greedy |= {"cache_implementation": "static", "disable_compile": True}
-        found["static tokens"] = model.generate(ids, max_new_tokens=STATIC_TOKENS, **greedy)
+        found |= generated(model, ids, mask, "static ", cache_implementation="static", disable_compile=True)
     return found
+
+
+def generated(model: Any, ids: Tensor, mask: Tensor, prefix: str = "", **kwargs: Any) -> dict[str, Tensor]:
+    """Greedy tokens [batch, length + NEW_TOKENS] and the logits [batch, NEW_TOKENS, vocabulary] they were chosen by."""
+    kwargs = {"max_new_tokens": NEW_TOKENS, "do_sample": False, "eos_token_id": -1, **kwargs}
+    output = model.generate(ids, attention_mask=mask, return_dict_in_generate=True, output_logits=True, **kwargs)
+    return {f"{prefix}tokens": output.sequences, f"{prefix}steps": torch.stack(output.logits, dim=1)}
 
 
 def measure_loaded(folders: dict[str, Path], **kwargs: Any) -> dict[str, dict[str, Any]]:
