@@ -45,7 +45,7 @@ class Broken(Eager):
 @pytest.fixture
 def broken(monkeypatch):
     """verify a model whose backend passed its proof and is wrong all the same."""
-    monkeypatch.setattr(proof, "prove", lambda backend, needs: None)
+    monkeypatch.setattr(proof, "prove", lambda backend, needs, **_: None)
     names = []
 
     def run(backend, model=None, **arguments):
