@@ -9,10 +9,11 @@ import sys
 import tempfile
 import uuid
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Annotated, Any, NoReturn
 
+import psutil
 import torch
 import torch.distributed as dist
 import typer
@@ -105,7 +106,7 @@ def run_as_ranks(ranks: int, context: typer.Context) -> NoReturn:
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
     _check_devices(ranks)
-    with tempfile.TemporaryDirectory(prefix="sinkhold-") as folder, _surroundings(ranks):
+    with tempfile.TemporaryDirectory(prefix="sinkhold-") as folder, _surroundings(ranks), _ending_ranks():
         redirects = {rank: Std.ERR if rank == 0 else Std.ALL for rank in range(ranks)}
         config = LaunchConfig(
             min_nodes=1, max_nodes=1, nproc_per_node=ranks, max_restarts=0, run_id=uuid.uuid4().hex,
@@ -153,6 +154,21 @@ def _surroundings(ranks: int) -> Iterator[None]:
         os.environ.update(environment)
         for number, handler in handlers.items():
             signal.signal(number, handler)
+
+
+@contextmanager
+def _ending_ranks() -> Iterator[None]:
+    """No rank outlives the command: the launcher forgets those that a signal stops it from starting."""
+    command = psutil.Process()
+    others = command.children()
+    try:
+        yield
+    finally:
+        started = [child for child in command.children() if child not in others]
+        for child in started:
+            with suppress(psutil.NoSuchProcess):
+                child.kill()
+        psutil.wait_procs(started)
 
 
 def _said(folder: Path) -> dict[int, str]:

@@ -11,6 +11,7 @@ import sys
 import time
 from pathlib import Path
 
+import psutil
 import pytest
 import torch
 import typer
@@ -83,8 +84,9 @@ def children(pid: int) -> list[int]:
 
 
 @pytest.fixture
-def endless(checkpoint, tmp_path):
-    """The command on two ranks that never stop by themselves; it and the ranks' process ids."""
+def endless(checkpoint, tmp_path, request):
+    """The command on two ranks that never stop by themselves; it and the ids of those that run, both or `param`."""
+    wanted = getattr(request, "param", 2)
     folder = shutil.copytree(checkpoint, tmp_path / "endless")
     for name in ("config.json", "generation_config.json"):
         fields = json.loads((folder / name).read_text())
@@ -92,8 +94,8 @@ def endless(checkpoint, tmp_path):
     arguments = command("generate", folder, *PROMPT, "--max-new-tokens", "1000000", "--tp", "2")
     process = subprocess.Popen(arguments, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     deadline = time.monotonic() + SECONDS
-    while len(children(process.pid)) < 2 and time.monotonic() < deadline:
-        time.sleep(0.05)
+    while len(children(process.pid)) < wanted and time.monotonic() < deadline:
+        time.sleep(0.002)
     started = children(process.pid)
     yield process, started
     for pid in (process.pid, *started):
@@ -103,13 +105,20 @@ def endless(checkpoint, tmp_path):
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+@pytest.mark.parametrize("endless", [1, 2], indirect=True)
 def test_ctrl_c_stops_every_rank(endless):
     process, started = endless
-    assert len(started) == 2
+    assert started
     process.send_signal(signal.SIGINT)
     out, err = process.communicate(timeout=SECONDS)
     assert (process.returncode, out, err) == (128 + signal.SIGINT, "", "")
     assert not [pid for pid in started if Path(f"/proc/{pid}").exists()]
+
+
+def test_a_rank_that_the_launcher_forgot_is_ended():
+    with ranks._ending_ranks():
+        forgotten = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+    assert not psutil.pid_exists(forgotten.pid)
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
