@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
@@ -22,6 +22,7 @@ from .verification import Skip
 Result = TypeVar("Result")
 
 _SHORTEST, _LONGEST_WINDOW, _STEPS = 24, 256, 4
+_GROUPS = "num_key_value_groups"
 TOLERANCES = {torch.float64: 1e-9, torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 2e-2}
 """Greatest relative error that passes, by the dtype of the model: some roundings of the half-precision ones."""
 LARGEST = 2 * 1024**3
@@ -144,7 +145,8 @@ class Subject:
 
     def under_eager(self, run: Callable[[], Result]) -> Result:
         """`run()` while the adapted configs say eager."""
-        with _eager(self.model):
+        calls = self.prefill.values() if (getattr(self.model, "tp_size", None) or 1) > 1 else ()
+        with _eager(self.model), _groups_of(calls):
             return run()
 
     @functools.cached_property
@@ -234,3 +236,18 @@ def _eager(model: nn.Module) -> Iterator[None]:
     finally:
         for config in changed:
             config._attn_implementation_internal = IMPLEMENTATION
+
+
+@contextmanager
+def _groups_of(calls: Iterable[Captured]) -> Iterator[None]:
+    """Eager repeats key heads as often as in the whole model; a rank that shares a key head with others has fewer
+    query heads for it."""
+    groups = {call.attn.owner: call.query.shape[1] // call.key.shape[1] for call in calls}
+    before = {o: getattr(o, _GROUPS) for o in groups if isinstance(getattr(o, _GROUPS, None), int)}
+    try:
+        for owner in before:
+            setattr(owner, _GROUPS, groups[owner])
+        yield
+    finally:
+        for owner, count in before.items():
+            setattr(owner, _GROUPS, count)

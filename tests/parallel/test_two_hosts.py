@@ -45,6 +45,7 @@ import torch
 import torch.distributed as dist
 
 from adapter import AutoModelForCausalLM
+from adapter.verify import verify
 
 good, other, out = sys.argv[1:]
 ids = torch.arange(3, 27).view(2, 12)
@@ -54,6 +55,7 @@ with torch.no_grad():
 found = {
     "logits": logits,
     "tokens": model.generate(ids, max_new_tokens=8, do_sample=False, eos_token_id=-1),
+    "failed": verify(model).failed,
     "sinks": model.model.layers[0].self_attn.attn.sinks.detach(),
     "host": int(os.environ["GROUP_RANK"]),
     "address": os.environ["MASTER_ADDR"],
@@ -137,6 +139,10 @@ def test_logits_and_tokens_equal_one_process(ended):
     for rank in ranks:
         assert (rank["logits"] - expected["logits"]).abs().max() <= 1e-4 * expected["logits"].abs().max()
         assert torch.equal(rank["tokens"], expected["tokens"])
+
+
+def test_verify_passes_with_more_ranks_than_key_heads(ended):
+    assert [rank["failed"] for rank in ended[1]] == [()] * 4
 
 
 def test_a_damaged_checkpoint_on_one_host_stops_both_with_its_error(ended):
