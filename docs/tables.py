@@ -8,12 +8,15 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import json
 import pkgutil
 import re
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 import transformers
@@ -28,7 +31,15 @@ from fusers.base import Outcome
 from fusers.scan import scan_modules
 
 ROOT = Path(__file__).resolve().parent.parent
-PAGES = ("README.md", "docs/backends.md", "docs/errors.md", "docs/families.md")
+PAGES = (
+    "README.md",
+    "docs/backends.md",
+    "docs/errors.md",
+    "docs/families.md",
+    "docs/parallel.md",
+    "docs/benchmarks.md",
+)
+RESULTS = ROOT / "benchmarks" / "results"
 _MARKED = re.compile(r"(<!-- table (\w+)[^\n]*-->\n)(.*?)(<!-- end -->)", re.DOTALL)
 _SINKS = Feature.SINK_PER_HEAD | Feature.SINK_PER_TOKEN
 
@@ -133,12 +144,187 @@ def versions() -> str:
     return f"Made with transformers {transformers.__version__}.\n"
 
 
+class Link(NamedTuple):
+    """What joins two GPUs: line rate in each direction, and seconds of one step of a small and of a large message."""
+
+    bytes_per_second: float
+    small_step: float
+    large_step: float
+
+
+# The steps, and what a collective costs before its first one, are NCCL's own for rings (src/graph/tuning.cc: LL for
+# small messages, at half the rate, and Simple for large ones).
+NVLINK = Link(450e9, 0.6e-6, 3.4e-6)
+INFINIBAND = Link(50e9, 2.7e-6, 14.0e-6)
+SMALL_BASE, LARGE_BASE = 6.6e-6, 8.4e-6
+GPUS_OF_A_HOST = 8
+
+# As measured on an H200, see benchmarks/gpu_attention.py.
+MATRIX_FLOPS, COPY_BYTES_PER_SECOND = 790e12, 4.3e12
+
+# One layer of gpt-oss, in bf16.
+HIDDEN, HEADS, KV_HEADS, HEAD_DIM, ELEMENT = 2880, 64, 8, 64, 2
+PREFILL, GPUS = 32768, (2, 4, 8, 16, 32, 64)
+
+
+def kernel(case: str) -> float:
+    """Seconds of the project's own kernel on an H200, as measured; the geometry is checked."""
+    found = json.loads((RESULTS / "gpu_attention_h200.json").read_text())
+    shape = next(c for c in found["cases"] if c["label"] == case)
+    assert (shape["heads"], shape["kv_heads"], shape["width"]) == (HEADS, KV_HEADS, HEAD_DIM)
+    return 1e-3 * next(_ours(found, case))
+
+
+def shortest_kernel() -> float:
+    """Seconds of the fastest of all measured cases; no part of a kernel is taken to be faster."""
+    found = json.loads((RESULTS / "gpu_attention_h200.json").read_text())
+    return 1e-3 * min(_ours(found))
+
+
+def _ours(found: dict, case: str | None = None) -> Iterator[float]:
+    rows = (r for r in found["rows"] if r["peer"] == "sinkhold triton" and case in (None, r["case"]))
+    return (row["milliseconds"] for row in rows)
+
+
+def all_reduce(ranks: int, size: float) -> float:
+    """Seconds of a ring all-reduce of `size` bytes; every GPU of a host has a network port, and rings use them all."""
+    if ranks == 1:
+        return 0.0
+    hosts = -(-ranks // GPUS_OF_A_HOST)
+    between, steps = 2 * (hosts - 1), 2 * (ranks - 1)
+    rate = NVLINK.bytes_per_second
+    if hosts > 1:
+        rate = min(rate, GPUS_OF_A_HOST * INFINIBAND.bytes_per_second)
+    moved = steps / ranks * size / rate
+    small = SMALL_BASE + (steps - between) * NVLINK.small_step + between * INFINIBAND.small_step + 2 * moved
+    large = LARGE_BASE + (steps - between) * NVLINK.large_step + between * INFINIBAND.large_step + moved
+    return min(small, large)
+
+
+def all_to_all(ranks: int, size: float) -> float:
+    """Seconds until each rank has sent `size` bytes in equal parts, one of them to itself; all start at once."""
+    if ranks == 1:
+        return 0.0
+    inside = min(ranks, GPUS_OF_A_HOST)
+    moved = size / ranks * (inside - 1) / NVLINK.bytes_per_second
+    moved += size / ranks * (ranks - inside) / INFINIBAND.bytes_per_second
+    return LARGE_BASE + _slowest(ranks).large_step + moved
+
+
+def hand_on(ranks: int, size: float) -> float:
+    """Seconds until each rank has sent `size` bytes to the next one."""
+    link = _slowest(ranks)
+    return LARGE_BASE + link.large_step + size / link.bytes_per_second
+
+
+def _slowest(ranks: int) -> Link:
+    return NVLINK if ranks <= GPUS_OF_A_HOST else INFINIBAND
+
+
+def projections(tokens: float, ranks: int = 1) -> float:
+    """Seconds of the four projections of a layer, whose heads are split over ranks; keys and values are projected
+    whole where there are more ranks than their heads."""
+    kv_heads = KV_HEADS / ranks if ranks <= KV_HEADS else KV_HEADS
+    weights = HIDDEN * HEAD_DIM * (2 * HEADS / ranks + 2 * kv_heads)
+    return max(2 * tokens * weights / MATRIX_FLOPS, ELEMENT * weights / COPY_BYTES_PER_SECOND)
+
+
+def tensor_parallel_prefill(alone: float, windowed: bool, ranks: int) -> float:
+    """Seconds of an attention block whose heads are split; `alone` is its kernel on one GPU."""
+    return projections(PREFILL, ranks) + _part(alone, ranks) + all_reduce(ranks, PREFILL * HIDDEN * ELEMENT)
+
+
+def ulysses_prefill(alone: float, windowed: bool, ranks: int) -> float:
+    """Seconds of an attention block whose ranks trade tokens for heads and back."""
+    token = HEAD_DIM * ELEMENT * PREFILL / ranks
+    there = all_to_all(ranks, token * (HEADS + 2 * max(KV_HEADS, ranks)))
+    return projections(PREFILL / ranks) + _part(alone, ranks) + there + all_to_all(ranks, token * HEADS)
+
+
+def ring_prefill(alone: float, windowed: bool, ranks: int) -> float:
+    """Seconds of an attention block whose keys and values go around, for the last rank, which sees the most."""
+    if ranks == 1:
+        return projections(PREFILL) + alone
+    passing = hand_on(ranks, HEAD_DIM * ELEMENT * PREFILL / ranks * 2 * KV_HEADS)
+    if windowed:  # it ends on the rank before
+        around = max(_part(alone, ranks), passing) + shortest_kernel()
+    else:
+        own, other = _part(alone, ranks**2), _part(2 * alone, ranks**2)
+        around = max(own, passing) + (ranks - 2) * max(other, passing) + other
+    return projections(PREFILL / ranks) + around
+
+
+def tensor_parallel_decode(alone: float, rows: int, ranks: int) -> float:
+    """Seconds of an attention block that makes one token of each row; key heads are read whole on every rank."""
+    kernel_time = _part(alone, min(ranks, KV_HEADS))
+    return projections(rows, ranks) + kernel_time + all_reduce(ranks, rows * HIDDEN * ELEMENT)
+
+
+def _part(alone: float, parts: int) -> float:
+    return max(alone / parts, shortest_kernel())
+
+
+def scaling_prefill() -> str:
+    """Computed: the attention block of a layer in prefill, over GPUs, in milliseconds."""
+    schemes = {"tensor parallel": tensor_parallel_prefill, "Ulysses": ulysses_prefill, "ring": ring_prefill}
+    cases = {"full": (f"forward 1x{PREFILL}", False), "W128": (f"forward 1x{PREFILL} W128", True)}
+    columns = {
+        f"{kind}, {name}": partial(scheme, kernel(case), windowed)
+        for kind, (case, windowed) in cases.items()
+        for name, scheme in schemes.items()
+    }
+    return _scaling(columns, 1e3, "ms")
+
+
+def scaling_decode() -> str:
+    """Computed: the attention block of a layer in decode, over GPUs, in microseconds."""
+    sizes = ((1, 131072), (32, 8192))
+    columns = {
+        f"{rows} x {length} keys": partial(tensor_parallel_decode, kernel(f"decode {rows}x{length}"), rows)
+        for rows, length in sizes
+    }
+    return _scaling(columns, 1e6, "us")
+
+
+def _scaling(columns: dict[str, Callable[[int], float]], scale: float, unit: str) -> str:
+    rows = ""
+    for n in (1, *GPUS):
+        times = (f"{scale * f(n):#.3g}".rstrip(".") for f in columns.values())
+        ratios = (f" ({f(1) / f(n):.1f}x)" if n > 1 else "" for f in columns.values())
+        cells = (f"{time} {unit}{ratio}" for time, ratio in zip(times, ratios, strict=True))
+        rows += f"| {n} | {' | '.join(cells)} |\n"
+    return f"| GPUs | {' | '.join(columns)} |\n|{'---|' * (len(columns) + 1)}\n{rows}"
+
+
+def parallel_cpu() -> str:
+    """Measured: tensor and context parallelism on the ranks of one CPU."""
+    found = json.loads((RESULTS / "parallel_cpu.json").read_text())
+    assert not found["wrong"], found["wrong"]
+    rows = ""
+    for r in found["rows"]:
+        held, spoken = f"{r['rank_bytes'] / 2**20:.0f} MiB", _listed(r["layer_collectives"])
+        measured = f"{r['milliseconds']:.1f} ms | {r['ratio']:.2f} | {held} | {spoken} | {r['error']:.0e}"
+        rows += f"| {r['scheme']} | {r['phase']} | {r['length']} | {r['ranks']} | {measured} |\n"
+    head = (
+        "scheme", "phase", "tokens", "ranks", "time", "times as fast as one rank", "weights of a rank",
+        "collectives of a layer", "error",
+    )  # fmt: skip
+    return f"| {' | '.join(head)} |\n|{'---|' * len(head)}\n{rows}"
+
+
+def _listed(counts: dict[str, float]) -> str:
+    return ", ".join(f"{n:g} {kind}" for kind, n in counts.items()) or "-"
+
+
 TABLES: dict[str, Callable[[], str]] = {
     "families": families,
     "backends": backends,
     "errors": errors,
     "report": report,
     "versions": versions,
+    "scaling_prefill": scaling_prefill,
+    "scaling_decode": scaling_decode,
+    "parallel_cpu": parallel_cpu,
 }
 
 

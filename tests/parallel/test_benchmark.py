@@ -1,7 +1,8 @@
-"""The scaling benchmark runs small, and what is wrong, missing or not a number gives it exit code 1."""
+"""The scaling benchmark runs small, and what is wrong, missing or not a number ends it with 1; the pages follow it."""
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import math
 import os
@@ -19,6 +20,7 @@ from benchmarks import parallel as benchmark
 from tests.mutation.apply import Mutant, mutated
 from tests.parallel.ranks import run_ranks
 from tests.parallel.support import needs_local_params
+from tests.test_project import assert_current
 
 pytestmark = needs_local_params
 
@@ -158,3 +160,50 @@ def test_ranks_that_do_not_run_end_the_benchmark_with_one(tmp_path, monkeypatch,
     report = json.loads((tmp_path / "out.json").read_text())
     assert report["rows"] == []
     assert len(report["wrong"]) == 6
+
+
+@pytest.fixture(scope="module")
+def tables():
+    spec = importlib.util.spec_from_file_location("tables", ROOT / "docs" / "tables.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.mark.parametrize("name", ["scaling_prefill", "scaling_decode", "parallel_cpu"])
+def test_the_pages_say_what_was_measured_and_computed(tables, name):
+    assert_current(name, tables.TABLES[name](), tables.PAGES)
+
+
+def test_collectives_on_paper(tables):
+    """By hand, with 1 MB, where the bytes weigh more than the steps: 14 steps in one host, 28 and 2 over two."""
+    assert tables.all_reduce(1, 1e6) == 0
+    large = 8.4e-6 + 14 * 3.4e-6 + 14 / 8 * 100e6 / 450e9
+    assert tables.all_reduce(8, 100e6) == pytest.approx(large)
+    small = 6.6e-6 + 14 * 0.6e-6 + 2 * 14 / 8 * 1e4 / 450e9
+    assert tables.all_reduce(8, 1e4) == pytest.approx(small)
+    two_hosts = 8.4e-6 + 28 * 3.4e-6 + 2 * 14e-6 + 30 / 16 * 100e6 / 400e9
+    assert tables.all_reduce(16, 100e6) == pytest.approx(two_hosts)
+    assert tables.all_to_all(1, 1e6) == 0
+    assert tables.all_to_all(8, 8e6) == pytest.approx(8.4e-6 + 3.4e-6 + 7e6 / 450e9)
+    assert tables.all_to_all(16, 16e6) == pytest.approx(8.4e-6 + 14e-6 + 7e6 / 450e9 + 8e6 / 50e9)
+    assert tables.hand_on(8, 1e6) == pytest.approx(8.4e-6 + 3.4e-6 + 1e6 / 450e9)
+    assert tables.hand_on(16, 1e6) == pytest.approx(8.4e-6 + 14e-6 + 1e6 / 50e9)
+
+
+def test_attention_blocks_on_paper(tables):
+    """By hand, a kernel of one second, beside which two ranks' words weigh little."""
+    weights = 2880 * 64 * (2 * 64 + 2 * 8)
+    alone = 2 * 32768 * weights / 790e12
+    assert tables.projections(32768) == pytest.approx(alone)
+    assert tables.projections(32768, 8) == pytest.approx(alone / 8)
+    assert tables.projections(32768, 64) == pytest.approx(alone / weights * 2880 * 64 * (2 + 2 * 8))
+    assert tables.projections(1) == pytest.approx(2 * weights / 4.3e12)
+    schemes = (tables.tensor_parallel_prefill, tables.ulysses_prefill, tables.ring_prefill)
+    for scheme, last in zip(schemes, (1 / 4, 1 / 4, 7 / 16), strict=True):  # the last rank sees 7 of 16 half blocks
+        assert scheme(1.0, False, 1) == pytest.approx(1 + alone)
+        assert scheme(1.0, False, 4) == pytest.approx(last, rel=0.01)
+        assert scheme(1.0, True, 4) == pytest.approx(1 / 4, rel=0.01)
+    assert tables.tensor_parallel_decode(1.0, 1, 4) == pytest.approx(1 / 4, rel=0.01)
+    assert tables.tensor_parallel_decode(1.0, 1, 64) == pytest.approx(1 / 8, rel=0.01)
+    assert tables.ring_prefill(0.0, False, 64) > 62 * tables.hand_on(64, 64 * 2 * 512 * 16)
