@@ -20,7 +20,7 @@ from .backends import registry
 from .checkpoint import check_sink_values
 from .errors import AdaptError, SinkholdError
 from .interface import IMPLEMENTATION, register
-from .pipeline import count_own_layers, stage_of
+from .pipeline import run_as_stage, stage_of
 from .recording import record
 from .report import Report, expected_needs, report_of
 
@@ -124,7 +124,7 @@ def _adapt(model: nn.Module, backend: str, recording: bool | None, undo: list[Ca
         _set_implementation(config, IMPLEMENTATION)
     _close_detours(model, undo)
     if stage_of(model) is not None:
-        state.release = count_own_layers(model)
+        state.release = run_as_stage(model)
         undo.append(state.release)
     model.__dict__[_STATE] = state
     undo.append(partial(_forget, model.__dict__, _STATE))

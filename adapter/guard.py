@@ -136,7 +136,9 @@ def check_call(module: nn.Module, attn: Attention, kwargs: dict[str, Any]) -> No
     """
     for name, value in kwargs.items():
         if name not in _KNOWN and value is not None:
-            _check_unknown(module, attn, name, value)
+            raise CallError(
+                f"the model passes {name}= to its attention, which no backend here applies", where=where(module, attn)
+            )
     for name, registered in attn.registered.items():
         if name in kwargs and kwargs[name] != registered:
             raise CallError(
@@ -144,26 +146,6 @@ def check_call(module: nn.Module, attn: Attention, kwargs: dict[str, Any]) -> No
                 where=where(module, attn),
                 fix="adapt the model again after changing it",
             )
-
-
-def _check_unknown(module: nn.Module, attn: Attention, name: str, value: Any) -> None:
-    """Raise CallError for a keyword that nothing here applies.
-
-    transformers' pipeline passes all keywords that a model's forward does not name as one dict, kwargs=.
-    """
-    if name == "kwargs" and isinstance(value, dict):
-        lost = [inner for inner, given in value.items() if given is not None and inner not in IGNORABLE]
-        if not lost:
-            return
-        name = f"kwargs={{{lost[0]!r}: ...}}"
-        raise CallError(
-            f"the model passes {name} to its attention, and neither its masks nor its attention look inside",
-            where=where(module, attn),
-            fix=f"leave {lost[0]} out, or run the model without a pipeline",
-        )
-    raise CallError(
-        f"the model passes {name}= to its attention, which no backend here applies", where=where(module, attn)
-    )
 
 
 def registered_values(attn: Attention) -> dict[str, Any]:

@@ -71,7 +71,10 @@ def needs_ranks(ranks: int) -> bool:
 
 @contextmanager
 def leaving_ranks() -> Iterator[None]:
-    """A rank ends in order, or at once when it failed: a communicator that others still wait on must not end itself."""
+    """A rank ends without the interpreter's own end, in which a thread of a communicator may abort the process.
+
+    One that failed leaves its communicator as it is: others still wait on it.
+    """
     if not is_launched():
         yield
         return
@@ -83,13 +86,11 @@ def leaving_ranks() -> Iterator[None]:
     except Exception as error:  # noqa: BLE001 - shown as Python shows it
         sys.excepthook(type(error), error, error.__traceback__)
         code = ExitCode.CHECK_FAILED
+    if not code and dist.is_initialized():
+        dist.destroy_process_group()
     sys.stdout.flush()
     sys.stderr.flush()
-    if code:
-        os._exit(code)
-    if dist.is_initialized():
-        dist.destroy_process_group()
-    raise SystemExit(code)
+    os._exit(code)
 
 
 def run_as_ranks(ranks: int, context: typer.Context) -> NoReturn:

@@ -10,8 +10,10 @@ from torch import nn
 
 from ..blueprint import meta_model
 from ..errors import ParallelError
+from ..pipeline import check_stages
 from .agreement import Agreement, start_ranks, world_size
 from .plan import LOCAL, Plan, derive_plan
+from .saving import save_as_one
 from .sharing import share_inputs
 from .styles import is_kv_style
 
@@ -31,6 +33,8 @@ class ParallelLoad(Agreement):
 
     def loaded(self, model: nn.Module) -> None:
         """Finish the model that was loaded with `kwargs`."""
+        if getattr(model, "_device_mesh", None) is not None:
+            save_as_one(model)
         if self.plan is None:
             return
         share_inputs(model, {**(getattr(model, "_tp_plan", None) or {}), **self.plan.rules})
@@ -61,6 +65,9 @@ def parallel_load(auto: Any, path: str, kwargs: dict[str, Any]) -> ParallelLoad:
     start_ranks()
     rest = {name: value for name, value in kwargs.items() if name not in _PARALLEL_KEYWORDS}
     load = ParallelLoad({**rest, "distributed_config": wanted}, ranks=wanted.tp_size)
+    if getattr(wanted, "pp_size", 1) > 1:
+        with load:
+            check_stages(meta_model(auto, path, rest))
     if wanted.tp_size == 1 or wanted.tp_plan == {}:
         return load  # an empty plan is transformers' way to ask for no tensor parallelism
     with load:

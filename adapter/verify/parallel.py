@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ..pipeline import stage_of
 from .subject import Subject, relative
 from .verification import FAIL, Probe, Skip, judge
 
@@ -24,6 +25,8 @@ def tensor_parallel(subject: Subject) -> Probe:
     size = world_size()
     if size < 2:
         raise Skip("one process: torch.distributed is not initialised with two ranks or more")
+    if stage_of(subject.model) is not None:
+        raise Skip("the ranks are the stages of a pipeline, and hold different layers")
     logits = gathered(subject.own, size)
     number = max(relative(other, logits[0]) for other in logits)
     compared = 0

@@ -41,6 +41,21 @@ def test_two_ranks_print_the_tokens_of_one(sinkhold, checkpoint):
     assert split.stdout == sinkhold(*arguments).stdout == sinkhold(*arguments, "--tp", "1").stdout
 
 
+@pytest.mark.parametrize("code", [0, 3])
+def test_a_rank_ends_without_the_interpreters_own_end(code):
+    script = f"""
+import atexit
+from adapter.cli.ranks import leaving_ranks
+atexit.register(print, "ended")
+with leaving_ranks():
+    print("done")
+    raise SystemExit({code})
+"""
+    alone = {**os.environ, "WORLD_SIZE": "1", "PYTHONPATH": str(Path(__file__).parents[2])}
+    done = subprocess.run([sys.executable, "-c", script], env=alone, capture_output=True, text=True, timeout=SECONDS)
+    assert (done.returncode, done.stdout, done.stderr) == (code, "done\n", "")
+
+
 @pytest.mark.slow
 def test_verify_runs_its_probes_on_every_rank(checkpoint):
     done = run("verify", checkpoint, "--json", "--tp", "2")
