@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from ..adapt import adapted, is_adapted
 from ..attention import NAMES, Attention
+from ..errors import AdaptError
 from .behaviour import causality, padding_rows, prefill_decode, reference
 from .gradients import NAME as GRADIENTS
 from .gradients import gradients
@@ -51,14 +52,26 @@ def verify(model: nn.Module, *, input_ids: Tensor | None = None, tolerance: floa
         Eight probes and the comparison with eager. What fails inside a probe is recorded there, not raised.
 
     Raises:
+        AdaptError: some weights are on the meta device, as those are that accelerate offloads.
         SinkholdError: the model cannot be adapted.
     """
+    _check_in_memory(model)
     before = is_adapted(model)
     with _undisturbed(model), adapted(model, recording=False):
         subject = Subject(model, input_ids, tolerance)
         compared = _recorded("reference", reference, subject)
         probes = tuple(_recorded(name, probe, subject) for name, probe in _PROBES.items())
     return Verification(f"{type(model).__module__}.{type(model).__qualname__}", before, probes, compared)
+
+
+def _check_in_memory(model: nn.Module) -> None:
+    absent = [name for name, parameter in model.named_parameters() if parameter.is_meta]
+    if absent:
+        raise AdaptError(
+            f"{len(absent)} weights are on the meta device: {absent[0]}" + (", ..." if len(absent) > 1 else ""),
+            why="verify changes weights and computes with copies of them; all must be in memory",
+            fix="load the model without offloading, or a smaller one of the same family",
+        )
 
 
 def _recorded(name: str, probe: Callable[[Subject], Probe], subject: Subject) -> Probe:

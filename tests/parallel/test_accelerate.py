@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 
 import adapter
 from tests.adapter.comparison import decode, logits, new_cache, relative
-from tests.families import FAMILIES, save, set_sinks, tokens
+from tests.families import FAMILIES, build, save, set_sinks, tokens
 
 IDS = tokens(2, 13)
 CPU = torch.device("cpu")
@@ -283,3 +283,14 @@ def test_a_model_without_any_weights_is_refused(gpt_oss):
     with pytest.raises(adapter.BackendError, match="no backend can run this layer") as caught:
         logits(model, input_ids=IDS.to("meta"))
     assert "eager: device meta" in str(caught.value)
+
+
+def test_verify_refuses_weights_that_are_not_in_memory():
+    model = build("gpt_oss")
+    accelerate.cpu_offload(model, execution_device=torch.device("cpu"))
+    with pytest.raises(adapter.AdaptError) as caught:
+        adapter.verify(model)
+    count = len(list(model.parameters()))
+    assert caught.value.what == f"{count} weights are on the meta device: model.embed_tokens.weight, ..."
+    assert "all must be in memory" in caught.value.why
+    assert not adapter.is_adapted(model)
