@@ -114,16 +114,40 @@ class _Trace:
             self._branches(node, names)
         elif isinstance(node, ast.Expr):
             self._value(node.value, names)
-        elif isinstance(node, (ast.For, ast.While, ast.With, ast.Try)):
-            for _ in range(2):  # what an iteration leaves behind reaches the next one
-                self._block(node.body, names)
+        else:
+            self._nested(node, names)
+
+    def _nested(self, node: ast.stmt, names: dict[str, Traced]) -> None:
+        """A statement with blocks of its own: each may run or not, and what it leaves behind may reach the next one."""
+        if isinstance(node, (ast.For, ast.AsyncFor)):
+            self._bind(node.target, _flat(self._value(node.iter, names)), names)
+        elif isinstance(node, (ast.With, ast.AsyncWith)):
+            for item in node.items:
+                value = self._value(item.context_expr, names)
+                if item.optional_vars is not None:
+                    self._bind(item.optional_vars, value, names)
+            self._block(node.body, names)
+            return
+        elif isinstance(node, ast.While):
+            self._value(node.test, names)
+        blocks: list[list[ast.stmt]] = [getattr(node, field, []) for field in ("body", "orelse", "finalbody")]
+        blocks += [inner.body for field in ("handlers", "cases") for inner in getattr(node, field, [])]
+        for block in (*blocks, *blocks):
+            after = dict(names)
+            self._block(block, after)
+            self._merge(names, [names, after])
 
     def _branches(self, node: ast.If, names: dict[str, Traced]) -> None:
+        self._value(node.test, names)
         then, otherwise = dict(names), dict(names)
         self._block(node.body, then)
         self._block(node.orelse, otherwise)
-        for name in then.keys() | otherwise.keys():
-            sides = [side[name] for side in (then, otherwise) if name in side]
+        self._merge(names, [then, otherwise])
+
+    def _merge(self, names: dict[str, Traced], ways: list[dict[str, Traced]]) -> None:
+        """Give `names` what any of the ways through a statement may have left behind."""
+        for name in set().union(*ways):
+            sides = [way[name] for way in ways if name in way]
             names[name] = sides[0] if all(side == sides[0] for side in sides) else _union(sides)
 
     def _bind(self, target: ast.expr, value: Traced, names: dict[str, Traced]) -> None:
@@ -145,6 +169,14 @@ class _Trace:
             return self._entry(node, names)
         if isinstance(node, ast.Attribute):
             return self._value(node.value, names)
+        if isinstance(node, ast.NamedExpr):
+            value = self._value(node.value, names)
+            self._bind(node.target, value, names)
+            return value
+        if isinstance(node, (ast.ListComp, ast.SetComp, ast.GeneratorExp, ast.DictComp)):
+            names = dict(names)
+            for generator in node.generators:
+                self._bind(generator.target, _flat(self._value(generator.iter, names)), names)
         return _union(self._value(n, names) for n in ast.iter_child_nodes(node) if isinstance(n, ast.expr))
 
     def _entry(self, node: ast.Subscript, names: dict[str, Traced]) -> Traced:
@@ -156,7 +188,7 @@ class _Trace:
         return _flat(base)
 
     def _call(self, node: ast.Call, names: dict[str, Traced], targets: int) -> Traced:
-        positional = [self._value(a.value if isinstance(a, ast.Starred) else a, names) for a in node.args]
+        positional, in_order = self._positional(node, names)
         keywords = {k.arg: self._value(k.value, names) for k in node.keywords}
         given = _union([*positional, *keywords.values()])
         if self._is_interface(node):
@@ -170,12 +202,25 @@ class _Trace:
         if path is not None and self.module is not None:
             return self._child(path, given)
         if isinstance(node.func, ast.Name):
-            return self._function_call(node.func.id, positional, keywords, given)
+            return self._function_call(node.func.id, positional, keywords, given) if in_order else given
         receiver = self._value(node.func, names)
         if isinstance(node.func, ast.Attribute) and node.func.attr == "update" and targets == 2 and len(positional) > 1:
             # The interface of every cache: update(key, value, ...) -> (key, value).
             return (positional[0], positional[1])
         return _union([receiver, given])
+
+    def _positional(self, node: ast.Call, names: dict[str, Traced]) -> tuple[list[Traced], bool]:
+        """The positional arguments, and whether each stands in its place: a starred one may be any number of them."""
+        found: list[Traced] = []
+        in_order = True
+        for argument in node.args:
+            if not isinstance(argument, ast.Starred):
+                found.append(self._value(argument, names))
+                continue
+            value = self._value(argument.value, names)
+            in_order = in_order and isinstance(value, tuple)
+            found += value if isinstance(value, tuple) else (value,)
+        return found, in_order
 
     def _is_interface(self, node: ast.Call) -> bool:
         first = node.args[0] if node.args else None
