@@ -120,7 +120,7 @@ DYNAMIC = {
     "torch.arange()": "computed when",
     "f'{q}'": "only when the forward runs",
     "self.head_dim.real": "is not followed",
-    "transformers.AutoModel": "on demand",
+    "transformers.LayoutLMv3Model": "on demand",
     "q": "argument of the forward",
     "[x for x in (1, 2)]": "only when the forward runs",
 }
