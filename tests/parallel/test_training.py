@@ -76,8 +76,8 @@ def assert_same_files(folder, out):
     [
         (2, {"tp_plan": "auto", "tp_size": 2}, FAMILIES_TRAINED),
         (4, {"tp_plan": "auto", "tp_size": 4}, FAMILIES_TRAINED[:1]),
-        (2, {"fsdp_size": 2}, FAMILIES_TRAINED[:1]),
-        (4, {"tp_size": 2, "fsdp_size": 2}, FAMILIES_TRAINED[:1]),
+        (2, {"fsdp_size": 2}, FAMILIES_TRAINED[:2]),
+        (4, {"tp_size": 2, "fsdp_size": 2}, FAMILIES_TRAINED[:2]),
     ],
     ids=["tp2", "tp4, two kv heads", "fsdp2", "tp2 x fsdp2"],
 )
